@@ -801,15 +801,15 @@ MUTATIONS = (
     ),
     # checkpoints
     Mutation(
-        "checkpoint/save.py",
-        "            force_names(self.directory)\n",
-        "            pass\n",
+        "checkpoint/local.py",
+        "        force_names(self.path.parent)\n",
+        "        pass\n",
         "tests/checkpoint/test_forced.py::test_a_checkpoint_is_forced_to_the_disk_before_it_is_visible_and_its_name_after",
     ),
     Mutation(
-        "checkpoint/save.py",
-        "            force_names(self.partial)\n",
-        "            pass\n",
+        "checkpoint/local.py",
+        "        force_names(self.path)\n",
+        "        pass\n",
         "tests/checkpoint/test_forced.py::test_a_checkpoint_is_forced_to_the_disk_before_it_is_visible_and_its_name_after",
     ),
     Mutation(
@@ -820,7 +820,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/convert.py",
-        "    os.fsync(opened)\n",
+        "    force_names(folder)\n",
         "    pass\n",
         "tests/checkpoint/test_forced.py::test_exported_files_are_forced_to_the_disk_before_they_have_their_names",
     ),
@@ -898,9 +898,34 @@ MUTATIONS = (
         "pass",
         "tests/compat/test_patch.py::test_a_program_that_logs_in_its_own_way_is_told_each_thing_once",
     ),
+    # checkpoints in stores
+    Mutation(
+        "checkpoint/remote.py",
+        "or not self._lease.is_held() ",
+        "",
+        "tests/checkpoint/test_remote.py::test_a_save_whose_objects_another_job_has_removed_is_not_published",
+    ),
+    Mutation(
+        "checkpoint/remote.py",
+        "if name.startswith(_READING))",
+        "if False)",
+        "tests/checkpoint/test_remote.py::test_what_is_read_is_not_removed",
+    ),
+    Mutation(
+        "checkpoint/remote.py",
+        "names |= {newest} if number_of(newest) else set()",
+        "pass",
+        "tests/checkpoint/test_remote.py::test_late_listings_do_not_hide_the_newest",
+    ),
+    Mutation(
+        "checkpoint/store.py",
+        "except (*_FINAL, NotImplementedError):",
+        "except Exception:",
+        "tests/checkpoint/test_remote.py::test_requests_that_fail_are_repeated",
+    ),
     # checkpoints beside another job
     Mutation(
-        "checkpoint/reader.py",
+        "checkpoint/local.py",
         "fcntl.flock(file, fcntl.LOCK_SH)",
         "pass",
         "tests/checkpoint/test_beside_a_saver.py::test_what_is_read_is_removed_by_the_save_after",
@@ -912,7 +937,7 @@ MUTATIONS = (
         "tests/checkpoint/test_beside_a_saver.py::test_a_listing_that_is_old_when_it_is_used_is_made_again",
     ),
     Mutation(
-        "checkpoint/save.py",
+        "checkpoint/local.py",
         "max(made, default=-1) + 1",
         "0",
         "tests/checkpoint/test_beside_a_saver.py::test_of_one_step_the_save_that_was_made_last_is_kept",

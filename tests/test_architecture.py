@@ -46,7 +46,7 @@ LAYERS = (
 
 #: What parts of the library need beside torch.
 DEPENDENCIES = {
-    "checkpoint": ("xxhash", "safetensors", "tqdm"),
+    "checkpoint": ("xxhash", "safetensors", "tqdm", "upath"),
     "report": ("jinja2", "matplotlib", "plotly", "tabulate"),
 }
 

@@ -178,7 +178,7 @@ def test_subclasses_of_torchao_come_back_to_the_bit(rank_pool: RankPool, tmp_pat
     others = run(rank_pool, torchao_losses, 1, tmp_path, kind, False)[0]
     if kind == "8-bit":
         assert "'optimizer.state.0.weight.exp_avg', a torchao.optim" in others
-        assert "for different parts of it than this rank has" in others
+        assert "for different parts of parameters than this rank has" in others
     else:
         assert others == pytest.approx(losses[0], rel=1e-3)
         with Checkpoint(checkpoint.list_checkpoints(tmp_path)[0]) as saved:

@@ -1,11 +1,7 @@
-"""Which checkpoints and leftovers are removed: none that somebody reads or writes, and none that is broken."""
+"""Which checkpoints a save removes: none that somebody reads, and none that is broken."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +10,7 @@ from torch import nn
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint
 from fullshard.checkpoint.manifest import name_of
-from fullshard.checkpoint.removal import remove_leftovers, remove_older
+from fullshard.checkpoint.removal import remove_older
 
 
 def saved(directory: Path, steps: int) -> list[Path]:
@@ -28,16 +24,6 @@ def saved(directory: Path, steps: int) -> list[Path]:
 def left(directory: Path) -> list[int]:
     """The steps of the checkpoints that are there."""
     return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-*"))
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    opened = os.open(path, os.O_RDONLY)
-    fcntl.flock(opened, fcntl.LOCK_SH)
-    try:
-        yield
-    finally:
-        os.close(opened)
 
 
 @pytest.mark.parametrize(
@@ -81,26 +67,6 @@ def test_a_link_is_not_removed(tmp_path: Path) -> None:
     first.symlink_to(tmp_path / "elsewhere")
     remove_older(tmp_path, second.name, 1)
     assert left(tmp_path) == [1, 2]
-
-
-def test_leftovers_are_removed_unless_somebody_writes_to_them(tmp_path: Path) -> None:
-    names = [".step-00000001.ab.partial", ".step-00000002.cd.removed", ".step-00000003.ef.partial", ".other", "step-x"]
-    for name in names:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text("")
-    with locked(tmp_path / names[2]):
-        remove_leftovers(tmp_path)
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[2:])
-    remove_leftovers(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[3:])
-
-
-def test_what_is_no_directory_does_not_keep_leftovers(tmp_path: Path) -> None:
-    for number in range(8):
-        (tmp_path / f".step-0000000{number}.file.partial").write_text("")
-        (tmp_path / f".step-0000000{number}.dir.partial").mkdir()
-    remove_leftovers(tmp_path)
-    assert {path.suffixes[-2] for path in tmp_path.iterdir()} == {".file"}
 
 
 def test_what_cannot_be_removed_is_told_and_the_next_is_removed(

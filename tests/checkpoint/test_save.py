@@ -184,10 +184,9 @@ def test_what_tensor_parallel_did_not_cut_is_written_once(world: World, tmp_path
     written: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         writing: Any = import_module("fullshard.checkpoint.save")._Writing
-        before = writing._write_file
-        patch.setattr(
-            writing, "_write_file", lambda self: (written.extend(each.nbytes for each in self.tensors), before(self))[1]
-        )
+        before = writing._write_files
+        count = lambda self: (written.extend(each.nbytes for each in self.tensors), before(self))[1]  # noqa: E731
+        patch.setattr(writing, "_write_files", count)
         path = checkpoint.save(tmp_path, model, optimizer)
     total = torch.tensor(sum(written))
     dist.all_reduce(total)

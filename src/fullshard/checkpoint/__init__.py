@@ -10,6 +10,7 @@ from fullshard.checkpoint.background import wait_until_finished
 from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.preemption import PreemptionHandler
+from fullshard.checkpoint.pretrained import load_pretrained
 from fullshard.checkpoint.reader import Checkpoint, latest, list_checkpoints
 from fullshard.checkpoint.replicas import forget_replicas
 from fullshard.checkpoint.save import save
@@ -23,6 +24,7 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "load",
+    "load_pretrained",
     "save",
     "wait_until_finished",
 ]

@@ -6,11 +6,11 @@ import atexit
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from fullshard.checkpoint.blocks import CheckpointError
+from fullshard.checkpoint.manifest import Location
 from fullshard.watch.watch import waiting_for_thread
 
 
@@ -18,12 +18,12 @@ class Background:
     """The one save that is written in the background, and the memory it is written from."""
 
     _thread: threading.Thread | None = None
-    _path: Path | None = None
+    _path: Location | None = None
     _error: BaseException | None = None
     _arena = torch.empty(0, dtype=torch.uint8)
 
     @classmethod
-    def start(cls, write: Callable[[], Path | None]) -> None:
+    def start(cls, write: Callable[[], Location | None]) -> None:
         def run() -> None:
             try:
                 cls._path = write()
@@ -34,7 +34,7 @@ class Background:
         cls._thread.start()
 
     @classmethod
-    def wait_until_finished(cls) -> Path | None:
+    def wait_until_finished(cls) -> Location | None:
         thread, cls._thread = cls._thread, None
         if thread is not None:
             with waiting_for_thread(thread):
@@ -60,7 +60,7 @@ class Background:
         cls._arena = torch.empty(0, dtype=torch.uint8)
 
 
-def wait_until_finished() -> Path | None:
+def wait_until_finished() -> Location | None:
     """Waits for the save in the background, if there is one, and returns its directory. It also frees the memory from
     which saves are written, which they otherwise keep for the next save.
 

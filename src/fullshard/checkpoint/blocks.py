@@ -138,7 +138,22 @@ class BlockWriter:
         self.size, self._room = 0, BLOCK  # _room: bytes that still fit into the current block
         self._small, self._address, self._buffered = *_memory(BLOCK), 0  # buffer in which small parts are collected
         self._on_written = ON_WRITTEN.get()
+        self._open(path)
+
+    def _open(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def _append(self, part: memoryview) -> int:
+        """Adds bytes to the file, and returns how many."""
+        return os.write(self._file, part)
+
+    def _start_writing(self) -> None:
+        """Lets the kernel start to write the last bytes to the disk."""
+        if _start_writeback is not None:  # SYNC_FILE_RANGE_WRITE exists only on Linux
+            _start_writeback(self._file, ctypes.c_int64(self.size - _AHEAD), ctypes.c_int64(_AHEAD), 2)
+
+    def _finish(self) -> None:
+        os.fsync(self._file)
 
     def write(self, data: memoryview | bytes) -> None:
         """Adds bytes."""
@@ -178,7 +193,7 @@ class BlockWriter:
             self._hash.update(part)
             data = data[len(part) :]
             while part:
-                written = os.write(self._file, part)
+                written = self._append(part)
                 self._on_written(written)
                 self.size += written
                 part = part[written:]
@@ -191,7 +206,7 @@ class BlockWriter:
         self._write_small()
         if self._room < BLOCK:
             self._end_block()
-        os.fsync(self._file)
+        self._finish()
         self.abandon()
 
     def abandon(self) -> None:
@@ -203,23 +218,35 @@ class BlockWriter:
     def _end_block(self) -> None:
         self.checksums.append(self._hash.hexdigest())
         self._hash.reset()
-        if self.size % _AHEAD == 0 and _start_writeback is not None:  # SYNC_FILE_RANGE_WRITE exists only on Linux
-            _start_writeback(self._file, ctypes.c_int64(self.size - _AHEAD), ctypes.c_int64(_AHEAD), 2)
+        if self.size % _AHEAD == 0:
+            self._start_writing()
 
 
 class BlockReader:
     """Reads a file. If checksums are known, checks each block of which it reads a part. Raises CorruptCheckpointError
     if the file is missing or does not have ``size`` bytes, or if a checksum is wrong."""
 
+    _file, reads_ahead = -1, False
+
     def __init__(self, path: Path, size: int, checksums: Sequence[str] | None) -> None:
         self.path, self.size, self._checksums = path, size, checksums
         self._first, self._last = 0, 0  # range of bytes of the block that is in memory
         self._memory, self._address = memoryview(b""), 0
-        self._file = -1
-        self._file, found = open_regular(path)
-        if found != size:
+        if (found := self._open(path)) != size:
             self.close()
             raise CorruptCheckpointError(f"{path} has {found} bytes, but {size} were written")
+
+    def _open(self, path: Path) -> int:
+        """Opens the file, and returns its size."""
+        self._file, found = open_regular(path)
+        return found
+
+    def _fill(self, block: memoryview, start: int) -> int:
+        """Reads bytes from ``start`` on, and returns how many. Raises OSError."""
+        return os.preadv(self._file, [block], start)
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Says which bytes are read next, for readers that read ahead."""
 
     def read_into(self, target: memoryview, start: int) -> None:
         """Fills ``target`` with the bytes of the file from ``start`` on."""
@@ -274,7 +301,7 @@ class BlockReader:
         start, remaining = number * BLOCK, block
         while remaining:
             try:
-                count = os.preadv(self._file, [remaining], start + len(block) - len(remaining))
+                count = self._fill(remaining, start + len(block) - len(remaining))
             except OSError as error:
                 raise CorruptCheckpointError(f"{self.path} cannot be read at byte {start}: {error.strerror}") from error
             if count == 0:

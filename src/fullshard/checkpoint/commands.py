@@ -13,7 +13,7 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,19 @@ from fullshard.checkpoint.display import (
     progress,
     value_of,
 )
-from fullshard.checkpoint.manifest import MANIFEST, METADATA, Entry, dtype_of, number_of
-from fullshard.checkpoint.reader import Checkpoint, is_checkpoint, list_checkpoints
+from fullshard.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    Entry,
+    Location,
+    dtype_of,
+    is_checkpoint,
+    number_of,
+    step_of,
+    steps_of,
+)
+from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
+from fullshard.checkpoint.storage import located, storage_of
 from fullshard.report.text import bytes_argument, bytes_text, dtype_name, shape_text
 
 _CODES = "Exit codes: 0: fine; 1: something is broken or differs; 2: wrong use."
@@ -51,7 +62,8 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
             name, help=about.partition(".\n")[0].rstrip("."), description=about, epilog=_CODES
         )
         for directory in directories:
-            command.add_argument(directory.lower(), metavar=directory, type=Path)
+            kind = Path if directory in ("OUT", "SOURCE") else _parse_directory
+            command.add_argument(directory.lower(), metavar=directory, type=kind)
         command.add_argument("--json", action="store_true", help="print JSON")
         command.set_defaults(call=partial(_run, function))
         return command
@@ -91,10 +103,10 @@ def _list(options: argparse.Namespace) -> int:
 
     It checks only descriptions and file sizes; verify reads everything.
     """
-    found = []
-    for path in _saves(options.dir, unfinished=True):
+    found, unfinished = [], storage_of(options.dir).unfinished()
+    for path in _saves(options.dir, unfinished=unfinished):
         with contextlib.suppress(FileNotFoundError):  # another job has removed it
-            found.append(_summary(path))
+            found.append(_summary(path, path in unfinished))
     if not found:
         return _list(options)  # another job removed them, so there is a newer one
     if options.json:
@@ -108,11 +120,11 @@ def _list(options: argparse.Namespace) -> int:
     return int(any(each["whole"] is False for each in found))
 
 
-def _summary(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": path.name, "path": str(path), "step": (number_of(path.name) or (None,))[0]}
+def _summary(path: Location, is_unfinished: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": path.name, "path": str(path), "step": step_of(path.name)}
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     found |= {"time": _time(path), "bytes": size, "ranks": None}
-    if path.name.startswith("."):
+    if is_unfinished:
         return found | {"whole": None, "status": "not finished"}
     try:
         manifest = Checkpoint(path).manifest
@@ -281,7 +293,7 @@ def _diff(options: argparse.Namespace) -> int:
     return int(differs)
 
 
-def _saves(directory: Path, step: int | None = None, unfinished: bool = False) -> list[Path]:
+def _saves(directory: Location, step: int | None = None, unfinished: Sequence[Location] = ()) -> list[Location]:
     """The checkpoints of a directory, the newest first. DCP's are listed only if there are no others."""
     if not directory.is_dir():
         raise WrongUse(f"{directory} is no directory")
@@ -289,17 +301,15 @@ def _saves(directory: Path, step: int | None = None, unfinished: bool = False) -
     found = list_checkpoints(directory) or list_checkpoints(directory)
     if not found:
         found = sorted(filter(is_checkpoint, directory.iterdir()), key=_time, reverse=True)
-    if unfinished:
-        found += sorted(directory.glob(".step-*.partial"))
+    found += unfinished
     if not found:
         raise WrongUse(f"{directory} has no checkpoint: no step-00000001 or similar, no {MANIFEST} and no {METADATA}")
-    steps = {path: number[0] for path in found if (number := number_of(path.name))}
-    if step is not None and step not in steps.values():
-        raise WrongUse(f"{directory} has no checkpoint of step {step}, only of {sorted({*steps.values()})}")
-    return [path for path in found if step in (None, steps.get(path))]
+    if step is not None and step not in steps_of(found):
+        raise WrongUse(f"{directory} has no checkpoint of step {step}, only of {steps_of(found)}")
+    return [path for path in found if step in (None, step_of(path.name))]
 
 
-def _open(directory: Path, step: int | None = None) -> Checkpoint:
+def _open(directory: Location, step: int | None = None) -> Checkpoint:
     """Opens the newest checkpoint that is whole."""
     *newer, last = _saves(directory, step)
     for path in newer:
@@ -334,12 +344,19 @@ def _placement(entry: Entry) -> str:
     return f"Shard({cut.pop()}), {where}" if len(cut) == 1 else f"{len(entry.pieces)} boxes, {where}"
 
 
-def _time(path: Path) -> str:
+def _time(path: Location) -> str:
     """When a checkpoint was finished."""
     last = next((path / name for name in (MANIFEST, METADATA) if (path / name).exists()), path)
     with contextlib.suppress(ValueError, OverflowError):  # of no year that there is
         return datetime.fromtimestamp(last.stat().st_mtime).isoformat(" ", "seconds")
     return "-"
+
+
+def _parse_directory(text: str) -> Location:
+    try:
+        return located(text)
+    except (ImportError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _parse_dtype(text: str) -> torch.dtype:

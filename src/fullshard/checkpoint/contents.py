@@ -14,7 +14,6 @@ The names are those of ``torch.distributed.checkpoint.state_dict``, without any 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import is_
@@ -27,7 +26,9 @@ from torch.optim import Optimizer
 from torch.serialization import get_safe_globals
 
 from fullshard.checkpoint.layout import Box, Layout, layout_of
+from fullshard.checkpoint.manifest import Kind
 from fullshard.checkpoint.reader import Checkpoint, CheckpointError, Target
+from fullshard.checkpoint.selection import Selection
 from fullshard.group.parameter import local_tensor, plain_name
 from fullshard.policies import warn
 from fullshard.torch_private import altered_spec, is_traceable_subclass, make_dtensor, spec_of
@@ -200,7 +201,21 @@ class Parameters:
         value: Any,
         everyone: bool,
     ) -> None:
-        layout = self.known[original].layout
+        layout, is_flat, problem = self.known[original].layout, isinstance(param, FlatParameter), ""
+        if isinstance(value, torch.Tensor) and value.ndim and value.shape != param.shape:
+            is_whole = layout.boxes == (((0,) * len(layout.shape), layout.shape),)  # state may then have any shape
+            if is_flat or not is_whole or isinstance(value, DTensor):
+                problem = (
+                    f"has the shape {tuple(value.shape)}, but this rank's part of the parameter has the shape "
+                    f"{tuple(param.shape)}: it cannot be saved or loaded, because it cannot be cut for other ranks"
+                )
+        elif (is_flat or layout.order is not None) and is_traceable_subclass(value):
+            problem = (
+                f"is a {type(value).__name__}, which FullyShardedDataParallel cannot cut: shard the model with "
+                f"fully_shard, or use an optimizer with plain state"
+            )
+        if problem:
+            raise ValueError(f"the state '{'.'.join(map(str, path[3:]))}' of parameter '{original.name}' {problem}")
         if isinstance(value, DTensor) or is_traceable_subclass(value):
             is_alike = not isinstance(value, DTensor) or (
                 isinstance(param, DTensor) and spec_of(value) is spec_of(param)
@@ -209,18 +224,9 @@ class Parameters:
             value = _outline(value)
             if value is None or not layout.has_first:
                 return
-        elif isinstance(value, torch.Tensor) and (value.ndim > 0 or param.ndim == 0):
-            if value.shape == param.shape:
-                part = original.param.part_in(value) if isinstance(param, FlatParameter) else value
-                contents.add(named(path), part, layout)
-                return
-            is_whole = layout.boxes == (((0,) * len(layout.shape), layout.shape),)  # state may then have any shape
-            if isinstance(param, FlatParameter) or not is_whole:
-                raise ValueError(
-                    f"the state '{'.'.join(map(str, path[3:]))}' of parameter '{original.name}' has the shape "
-                    f"{tuple(value.shape)}, but this rank's part of the parameter has the shape {tuple(param.shape)}: "
-                    f"it cannot be saved, because its shape on other ranks is unknown"
-                )
+        elif isinstance(value, torch.Tensor) and value.shape == param.shape:
+            contents.add(named(path), original.param.part_in(value) if is_flat else value, layout)
+            return
         elif isinstance(value, dict) or (isinstance(value, (list, tuple)) and any(True for _ in tensors(value))):
             for key, each in value.items() if isinstance(value, dict) else enumerate(value):
                 self._collect_value(contents, param, original, (*path, key), each, everyone)
@@ -312,6 +318,10 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
                         is_part = entry.shape == params.known[original].layout.shape and (entry.shape or key != "step")
                         kept = optimizer.state.get(param, {}).get(key) if param in optimizer.state else None
                         shape = tuple(param.shape) if is_part else entry.shape
+                        if type(optimizer).__name__ == "Adafactor" and is_part:
+                            _expect_same_cut(params.known[original].layout, entry, name, checkpoint)
+                        if isinstance(kept, torch.Tensor) and is_traceable_subclass(local_tensor(kept)):
+                            kept = None  # its inner tensors are not what the checkpoint has
                         if isinstance(kept, torch.Tensor) and (tuple(kept.shape), kept.dtype) == (shape, entry.dtype):
                             state[key] = kept
                         elif is_part:
@@ -323,6 +333,20 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
             if state:
                 states[param] = state
     return states
+
+
+def _expect_same_cut(layout: Layout, kind: Kind, name: str, checkpoint: Checkpoint) -> None:
+    """Raises an error if a tensor was saved in other parts than this rank's. Adafactor computes differently on them."""
+    if not {*layout.boxes} <= kind.boxes.keys():
+        raise cut_differently(f"'{name}', state of Adafactor", checkpoint)
+
+
+def cut_differently(what: str, checkpoint: Checkpoint) -> ValueError:
+    """The error to raise if a checkpoint has something for other parts of parameters than this rank's."""
+    return ValueError(
+        f"{checkpoint.path} has {what}, for different parts of parameters than this rank has: load it on the number of "
+        f"ranks that saved it, with the same sharding"
+    )
 
 
 def _outline(value: Any) -> Any:
@@ -401,11 +425,9 @@ def _subclass(outline: State, name: str, param: nn.Parameter, layout: Layout, ch
                 inner[attribute] = torch.zeros(entry.shape, dtype=entry.dtype, device=local.device)
             else:
                 inner.setdefault(attribute, local)
-    if any(each is local for each in inner.values()):
-        raise ValueError(
-            f"{checkpoint.path} has '{name}', a {outline[_KIND]}, for different parts of it than this rank has: "
-            f"load it on the number of ranks that saved it, with the same sharding"
-        )
+    is_cut = layout.order is not None or isinstance(param, FlatParameter)
+    if is_cut or any(each is local for each in inner.values()):
+        raise cut_differently(f"'{name}', a {outline[_KIND]}", checkpoint)
     made: torch.Tensor = kind.__tensor_unflatten__(inner, outline["context"], local.shape, local.stride())
     return make_dtensor(made, altered_spec(spec_of(param), dtype=made.dtype)) if isinstance(param, DTensor) else made
 
@@ -419,10 +441,15 @@ def _like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def load_optimizer(
-    params: Parameters, optimizer: Optimizer, states: dict[nn.Parameter, State], checkpoint: Checkpoint, strict: bool
+    params: Parameters,
+    optimizer: Optimizer,
+    states: dict[nn.Parameter, State],
+    checkpoint: Checkpoint,
+    selection: Selection,
 ) -> None:
-    """Loads states that were read, and the options in a checkpoint, into an optimizer. Unless ``strict``, state that
-    the checkpoint lacks stays as it is."""
+    """Loads states that were read, and the options in a checkpoint, into an optimizer. State that the checkpoint lacks
+    stays as it is unless all of it is to be loaded."""
+    is_whole = selection.strict and not selection.only
     groups: dict[str, State] = {}
     prefix = "optimizer.param_groups."
     for name in (*checkpoint.tensors, *checkpoint.manifest.objects):
@@ -430,18 +457,20 @@ def load_optimizer(
             number, _, key = name.removeprefix(prefix).partition(".")
             is_value = name in checkpoint.manifest.objects
             groups.setdefault(number, {})[key] = checkpoint.value(name) if is_value else checkpoint.tensor(name)
+    for each in groups.values():
+        each["params"] = {selection.in_model(name) for name in each.get("params", ())}
     numbers = {param: i for i, param in enumerate(p for options in optimizer.param_groups for p in options["params"])}
     options_to_load = []
     for options in optimizer.param_groups:
         names = params.names_in(options)
-        found = next((each for each in groups.values() if set(each.get("params", ())) == set(names)), None)
-        if found is None and strict:
+        found = next((each for each in groups.values() if each["params"] == set(names)), None)
+        if found is None and is_whole:
             raise ValueError(
                 f"{checkpoint.path} has no parameter group of {names[:3]}{', ...' if names[3:] else ''}: make the "
                 f"optimizer with the same groups of parameters, or leave it out of load()"
             )
         options_to_load.append({**(found or options), "params": [numbers[param] for param in options["params"]]})
-    kept: dict[Any, State] = {} if strict else {**optimizer.state}
+    kept: dict[Any, State] = {} if is_whole else {**optimizer.state}
     states = kept | states
     by_number = {numbers[param]: dict(state) for param, state in states.items()}
     optimizer.load_state_dict({"state": by_number, "param_groups": options_to_load})
@@ -456,31 +485,6 @@ def targets(contents: Contents, names: Container[str]) -> Iterator[Target]:
     for box, tensor in zip(contents.boxes, contents.tensors, strict=True):
         if name := next((each for each in box[0] if each in names), None):
             yield name, box[1], box[2], tensor
-
-
-def without_dtensors(value: Any, path: Path, found: dict[Path, DTensor]) -> Any:
-    """A copy of a value with ``None`` in place of each DTensor. The DTensors are put into ``found``, by their paths."""
-    if isinstance(value, DTensor):
-        found[path] = value
-        return None
-    if isinstance(value, Mapping):
-        whole = copy.copy(value) if isinstance(value, dict) else dict(value)
-        whole.update({key: without_dtensors(each, (*path, str(key)), found) for key, each in value.items()})
-        return whole
-    if type(value) in (list, tuple):
-        return type(value)(without_dtensors(each, (*path, number), found) for number, each in enumerate(value))
-    return value
-
-
-def with_dtensors(value: Any, path: Path, found: Mapping[Path, DTensor]) -> Any:
-    """The reverse of :func:`without_dtensors`: puts the DTensors back."""
-    if path in found:
-        return found[path]
-    if isinstance(value, dict):
-        value.update({key: with_dtensors(each, (*path, str(key)), found) for key, each in value.items()})
-    elif type(value) in (list, tuple):
-        return type(value)(with_dtensors(each, (*path, number), found) for number, each in enumerate(value))
-    return value
 
 
 def _is_wrapped(model: nn.Module) -> bool:

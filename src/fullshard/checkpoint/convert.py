@@ -26,10 +26,11 @@ from fullshard.checkpoint.blocks import (
     CheckpointError,
     CorruptCheckpointError,
     bytes_of,
+    force_names,
     open_regular,
     read_regular,
 )
-from fullshard.checkpoint.manifest import few
+from fullshard.checkpoint.manifest import Location, few
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.save import save
 
@@ -147,9 +148,7 @@ def export(
             raise CheckpointError(f"{out} could not be written: {error.strerror}") from error
         raise
     work.rmdir()
-    opened = os.open(folder, os.O_RDONLY)
-    os.fsync(opened)
-    os.close(opened)
+    force_names(folder)
     return [folder / name for name in names]
 
 
@@ -253,9 +252,9 @@ class _Tensors(nn.Module):
 
 
 def import_model(
-    source: Path, directory: Path, step: int | None = None, report: Callable[[int], object] = lambda _: None
-) -> tuple[Path, list[str]]:
-    """Makes a checkpoint of the tensors in a file, or in the files of a directory. The files are mapped, not loaded.
+    source: Path, directory: Location, step: int | None = None, report: Callable[[int], object] = lambda _: None
+) -> tuple[Location, list[str]]:
+    """Makes a checkpoint of the tensors that :func:`tensors_of` finds.
 
     Args:
         report: is called with the number of bytes written, after each write.
@@ -267,6 +266,19 @@ def import_model(
         WrongUse: there are no such files, or no tensors in them.
         CorruptCheckpointError: a file cannot be loaded without executing code.
     """
+    tensors, left_out = tensors_of(source)
+    token = ON_WRITTEN.set(report)
+    try:
+        path = save(directory, _Tensors(tensors), step=step)
+    finally:
+        ON_WRITTEN.reset(token)
+    assert path is not None
+    return path, left_out
+
+
+def tensors_of(source: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The tensors in a file, or in the files of a directory, by name, and the names of values that are not tensors. The
+    files are mapped, not loaded. The errors are those of :func:`import_model`."""
     tensors: dict[str, torch.Tensor] = {}
     left_out: list[str] = []
     for file in files_of(source):
@@ -281,13 +293,7 @@ def import_model(
                 left_out.append(name)
     if not tensors:
         raise WrongUse(f"{source} has no named tensors, only {few(left_out)}")
-    token = ON_WRITTEN.set(report)
-    try:
-        path = save(directory, _Tensors(tensors), step=step)
-    finally:
-        ON_WRITTEN.reset(token)
-    assert path is not None
-    return path, left_out
+    return tensors, left_out
 
 
 def _check_plain(value: torch.Tensor, what: str) -> None:
@@ -303,11 +309,14 @@ def _check_plain(value: torch.Tensor, what: str) -> None:
 
 
 def files_of(source: Path) -> list[Path]:
-    """The files from which a model is imported: a single file, or those of a directory."""
+    """The files from which a model is imported: a single file, or those of a directory that Hugging Face's names
+    choose, or else all."""
     if source.is_file():
         return [source]
     for plain, suffixes in FORMATS.values():
         index = source / f"{plain}.index.json"
+        if (source / plain).is_file():
+            return [source / plain]
         if index.is_file():
             try:
                 names = sorted(set(json.loads(read_regular(index))["weight_map"].values()))

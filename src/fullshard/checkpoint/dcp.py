@@ -8,6 +8,7 @@ lists the pieces. No code in either is executed: the pickle is parsed as plain d
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import pickle
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import plain
 from fullshard.checkpoint.blocks import CorruptCheckpointError
@@ -47,6 +49,7 @@ _STORAGES = {
     "Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64, "Untyped": torch.uint8,
 }  # fmt: skip
 _LATIN = ("latin1", "latin-1")
+Keys = tuple[str | int, ...]  # those that lead to a value in nested state
 
 
 def read_metadata(data: bytes, path: Path) -> Manifest:
@@ -200,6 +203,31 @@ def saved(value: Any, what: str) -> bytes:
             f"{what} cannot be saved as numbers, texts, tensors, and lists and dicts of these: {odd}"
         ) from error
     return data.getvalue()
+
+
+def without_dtensors(value: Any, path: Keys, found: dict[Keys, DTensor]) -> Any:
+    """A copy of a value with ``None`` in place of each DTensor. The DTensors are put into ``found``, by their paths."""
+    if isinstance(value, DTensor):
+        found[path] = value
+        return None
+    if isinstance(value, Mapping):
+        whole = copy.copy(value) if isinstance(value, dict) else dict(value)
+        whole.update({key: without_dtensors(each, (*path, str(key)), found) for key, each in value.items()})
+        return whole
+    if type(value) in (list, tuple):
+        return type(value)(without_dtensors(each, (*path, number), found) for number, each in enumerate(value))
+    return value
+
+
+def with_dtensors(value: Any, path: Keys, found: Mapping[Keys, DTensor]) -> Any:
+    """The reverse of :func:`without_dtensors`: puts the DTensors back."""
+    if path in found:
+        return found[path]
+    if isinstance(value, dict):
+        value.update({key: with_dtensors(each, (*path, str(key)), found) for key, each in value.items()})
+    elif type(value) in (list, tuple):
+        return type(value)(with_dtensors(each, (*path, number), found) for number, each in enumerate(value))
+    return value
 
 
 def _odd(value: Any, at: str = "") -> Iterator[str]:

@@ -29,10 +29,11 @@ from fullshard.checkpoint.blocks import (
     open_regular,
     read_regular,
 )
-from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, decode, few, mark_of, number_of
+from fullshard.checkpoint.local import LocalFiles
+from fullshard.checkpoint.manifest import MANIFEST, Location, Manifest, StoredFile, decode, few, number_of
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
-from fullshard.checkpoint.replicas import Hosts, training_of
+from fullshard.checkpoint.replicas import Hosts, mark_at, training_of
 from fullshard.comm.waits import waiting
 from fullshard.policies import warn
 
@@ -143,6 +144,7 @@ class _Near(Checkpoint):
 
     def __init__(self, manifest: Manifest, copy: Replica) -> None:
         self.path, self.manifest, self._readers, self._replica = copy.path, manifest, {}, copy
+        self._files, self._unpin = LocalFiles(copy.path), lambda: None
 
     def _reader(self, file: str) -> BlockReader:
         if file not in self._readers:
@@ -196,7 +198,7 @@ class _ReplicaReader(BlockReader):
         raise CorruptCheckpointError("; ".join(reasons))
 
 
-def find_replicas(root: Path, directory: Path, ranks: Ranks) -> list[Replica]:
+def find_replicas(root: Path, directory: Location, ranks: Ranks) -> list[Replica]:
     """The replicas on all hosts, the newest first. All ranks must call it.
 
     Args:
@@ -239,7 +241,7 @@ def _parts_on_host(root: Path) -> dict[str, _HostPart]:
             warn(f"the in-memory replica {path} is skipped, because it is not whole: {error}")
             continue
         lacks = frozenset(saved.lacking())
-        found[mark_of(path)] = _HostPart(
+        found[mark_at(path)] = _HostPart(
             path.name, saved.manifest.binding, frozenset(saved.manifest.files) - lacks, lacks
         )
     return found
@@ -249,12 +251,12 @@ def _number(part: _HostPart) -> tuple[int, int]:
     return number_of(part.name) or (-1, 0)
 
 
-def _refusal(part: _HostPart, directory: Path) -> str:
+def _refusal(part: _HostPart, directory: Location) -> str:
     """The reason why training in a directory must not continue from a replica; empty if it may."""
     after = part.binding.get("after", "")
     if not part.binding.get("training") or part.binding["training"] != training_of(directory):
         return f"it belongs to a different training run than {directory}"
-    if after and not ((directory / after).is_dir() and mark_of(directory / after) == part.binding["mark"]):
+    if after and mark_at(directory / after) != part.binding["mark"]:
         return f"it was saved after {after}, which is no longer in {directory}"
     for path in list_checkpoints(directory):
         number = number_of(path.name)

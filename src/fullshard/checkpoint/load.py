@@ -1,4 +1,4 @@
-"""Loads the newest whole checkpoint. Each rank reads only its own parts, directly into the memory of the model.
+"""Loads the newest whole checkpoint, or that of a step. Each rank reads only its own parts, directly into the model.
 
 Owns the choice among the checkpoints of a directory. All ranks skip a broken one together, with a warning that names
 it.
@@ -7,11 +7,11 @@ it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -24,18 +24,24 @@ from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError,
 from fullshard.checkpoint.contents import (
     Contents,
     Parameters,
+    cut_differently,
     load_optimizer,
     named,
     new_states,
     targets,
-    with_dtensors,
-    without_dtensors,
 )
+from fullshard.checkpoint.dcp import with_dtensors, without_dtensors
 from fullshard.checkpoint.fetch import Replica, find_replicas
-from fullshard.checkpoint.manifest import checked_state, few, number_of
+from fullshard.checkpoint.manifest import Location, checked_state, checked_step, few, number_of, step_of, steps_of
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
-from fullshard.checkpoint.reader import Checkpoint, newest_first
+from fullshard.checkpoint.reader import Checkpoint, list_checkpoints, newest_first
+from fullshard.checkpoint.selection import Item, Selection
+from fullshard.checkpoint.storage import located
 from fullshard.policies import warn
+from fullshard.wrapper.flat import FlatParameter
+
+if TYPE_CHECKING:
+    from upath import UPath
 
 _log = logging.getLogger("fullshard")
 
@@ -43,10 +49,13 @@ _log = logging.getLogger("fullshard")
 @renamed_keywords("fullshard.checkpoint.load")
 @without_collections()
 def load(
-    directory: str | Path,
+    directory: str | Path | UPath,
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    step: int | None = None,
+    only: str | Iterable[str] | None = None,
+    rename: Mapping[str, str] | None = None,
     strict: bool = True,
     replicas: str | Path | None = None,
     process_group: ProcessGroup | None = None,
@@ -61,7 +70,15 @@ def load(
         directory: the directory that was given to :func:`save`, or a single checkpoint in it, or a checkpoint of DCP.
         model: sharded by ``fully_shard`` or ``FullyShardedDataParallel``, or not sharded.
         optimizer: an optimizer of the model's parameters. ``None``: no optimizer state is loaded.
-        strict: ``False``: ignore what only the checkpoint has, and keep what only the model has.
+        step: load only a checkpoint of this step, also of ``replicas``: its newest whole save. ``None``: of any step.
+        only: a pattern, or several, for names in the model, such as ``"encoder.*"`` (``fnmatch``). Only parameters and
+            buffers that match one, and their optimizer state, are loaded. A parameter group's options are loaded if
+            the checkpoint has a group of the same parameters.
+        rename: new names of modules and parameters, by their names in the checkpoint, such as ``{"backbone":
+            "encoder"}``. If two begin a name, the longer one applies. ``{"": "model."}`` puts a prefix before all
+            names, and ``{"model.": ""}`` removes one. ``only`` sees the new names.
+        strict: ``False``: ignore what only the checkpoint has, and keep what only the model has. Tensors of different
+            shapes keep the model's values, with a warning.
         replicas: the directory of in-memory replicas that was given to ``save``. The newest replica is loaded if it is
             whole, belongs to this training, and is not older than the newest checkpoint of ``directory``. Ranks read
             files that their host lacks from other hosts. The log (logger ``fullshard``, level INFO) says what was
@@ -77,20 +94,23 @@ def load(
         between ranks.
 
     Raises:
-        CheckpointError: on all ranks, if no checkpoint is whole, or if the newest one does not fit the model. Model and
-            optimizer may then be partly loaded.
+        CheckpointError: on all ranks, if no checkpoint is whole, if there is none of ``step``, or if the chosen one
+            does not fit the model. Model and optimizer may then be partly loaded.
+        TypeError: ``step`` is not an integer.
+        ValueError: ``step`` is less than 0.
 
     Ranks: all ranks of ``process_group`` alike.
     """
-    state = checked_state(state)
+    state, step = checked_state(state), checked_step(step)
     wait_until_finished()
-    ranks, directory = Ranks(process_group), Path(directory)
-    broken: list[str] = []
-    for path, opens, served, why in _candidates(directory, Path(replicas) if replicas is not None else None, ranks):
-        loading = _Loading(path, opens, strict, ranks)
+    ranks, root = Ranks(process_group), located(directory)
+    broken, selection = list[str](), Selection(only, rename, strict)
+    memory = Path(replicas) if replicas is not None else None
+    for path, opens, served, why in _candidates(root, step, memory, ranks, broken):
+        loading = Loading(path, opens, selection, ranks, step)
         with served(), loading.opened:
             try:
-                ranks.attempt(partial(loading.read, model, optimizer, state))
+                loading.read(model, optimizer, state)
             except CorruptCheckpointError as error:
                 if ranks.any(path.exists()):  # otherwise another job has removed it, as it has a newer one
                     broken.append(str(error))
@@ -98,34 +118,46 @@ def load(
                 continue
             loaded = ranks.attempt(partial(loading.apply, optimizer, state))[0]
         if ranks.first:
-            _log.info(f"step {loaded['step']} is loaded from {path}{why}")
-            if (number_of(path.name) or (loaded["step"],))[0] != loaded["step"]:
+            selection.log(f"step {loaded['step']} is loaded from {path}{why}")
+            if step_of(path.name) not in (None, loaded["step"]):
                 warn(f"{path} holds step {loaded['step']}, which is loaded: the directory was renamed")
         return loaded
+    if step is not None:
+        places = [root, *([memory] if memory else [])]
+        _, every = ranks.attempt(lambda: (_steps(places) if ranks.first else "",))
+        raise CheckpointError(f"step {step} cannot be loaded from {root}: {'; '.join(broken) or every[0]}")
     if broken:
-        raise CheckpointError(f"no checkpoint in {directory} is whole: {'; '.join(broken)}")
-    if number_of(directory.name):
-        raise CheckpointError(
-            f"there is no checkpoint {directory}: give load() its parent directory, {directory.parent}"
-        )
+        raise CheckpointError(f"no checkpoint in {root} is whole: {'; '.join(broken)}")
+    if number_of(root.name):
+        raise CheckpointError(f"there is no checkpoint {root}: give load() its parent directory, {root.parent}")
     if ranks.first:
-        _log.info(f"nothing is loaded: {directory} has no checkpoint")
+        _log.info(f"nothing is loaded: {root} has no checkpoint")
     return None
 
 
 class _Candidate(NamedTuple):
     """A checkpoint that may be loaded."""
 
-    path: Path
+    path: Location
     open: Callable[[], Checkpoint]
     served: Callable[[], AbstractContextManager[None]]  # the context in which ranks read it
     why: str  # the reason why it is tried next, for the log
 
 
-def _candidates(directory: Path, memory: Path | None, ranks: Ranks) -> Iterator[_Candidate]:
-    """The checkpoints that may be loaded, the newest first. A replica comes before a checkpoint that is not newer. All
-    ranks must take the next one together."""
+def _steps(places: Sequence[Location]) -> str:
+    """A sentence about the steps that directories have."""
+    found = steps_of(path for place in places for path in list_checkpoints(place))
+    return f"there are only the steps {found}" if found else "there are no steps"
+
+
+def _candidates(
+    directory: Location, only: int | None, memory: Path | None, ranks: Ranks, refused: list[str]
+) -> Iterator[_Candidate]:
+    """The checkpoints that may be loaded, the newest first: all, or those of ``only`` one step. A replica comes before
+    a checkpoint that is not newer. All ranks must take the next one together. Adds to ``refused`` why replicas of the
+    step must not be loaded."""
     found, why = list[Replica](), ""
+    of = "" if only is None else f" of step {only}"
     if memory is not None:
         try:
             found = find_replicas(memory, directory, ranks)
@@ -133,43 +165,66 @@ def _candidates(directory: Path, memory: Path | None, ranks: Ranks) -> Iterator[
             raise
         except CheckpointError as error:
             warn(f"in-memory replicas are skipped: {error}")
-        why = f": there is no in-memory replica in {memory}"
+        found = [replica for replica in found if only in (None, replica.step)]
+        why = f": there is no in-memory replica{of} in {memory}"
         if found:
             why = f": the in-memory replica of step {found[0].step} is skipped: {found[0].refused or 'it is older'}"
-    on_disk = newest_first(directory)
+    on_disk = newest_first(directory, only)
     while True:
-        path: Path | None = ranks.attempt(lambda: (next(on_disk, None) if ranks.first else None,))[1][0]
+        name = ranks.attempt(lambda: (_relative(next(on_disk, None), directory) if ranks.first else None,))[1][0]
+        path = None if name is None else directory / name if name else directory
         step = -1 if path is None else (number_of(path.name) or (-1, 0))[0]
         while found and found[0].step >= step:
             replica = found.pop(0)
             if not replica.refused:
-                reason = f": it is an in-memory replica, and {directory} has nothing newer"
+                reason = f": it is an in-memory replica, and {directory} has nothing newer{of}"
                 yield _Candidate(replica.path, replica.open, replica.served, reason)
             elif replica.step > step:
-                warn(f"the in-memory replica {replica.path} is skipped: {replica.refused}")
+                warn(text := f"the in-memory replica {replica.path} is skipped: {replica.refused}")
+                refused += [text] if of else []
         if path is None:
             return
         yield _Candidate(path, partial(Checkpoint, path), nullcontext, why)
 
 
-class _Loading:
+def _relative(path: Location | None, directory: Location) -> str | None:
+    """The name of a checkpoint in a directory; empty if it is the directory itself."""
+    return None if path is None else "" if path == directory else path.name
+
+
+class Loading:
     """One attempt to load a checkpoint."""
 
-    def __init__(self, path: Path, opens: Callable[[], Checkpoint], strict: bool, ranks: Ranks) -> None:
-        self.path, self.open, self.strict, self.ranks = path, opens, strict, ranks
+    def __init__(
+        self, path: Location, opens: Callable[[], Checkpoint], selection: Selection, ranks: Ranks,
+        step: int | None = None,
+    ) -> None:  # fmt: skip
+        self.path, self.open, self.selection, self.ranks, self.step = path, opens, selection, ranks, step
+        self.strict = selection.strict
         self.opened = ExitStack()  # keeps the checkpoint from being removed until it is applied
         self.state: dict[str, Any] = {}
         self.other_values: dict[str, Any] = {}
         self.states: dict[nn.Parameter, dict[str, Any]] = {}
         self.sharded: dict[tuple[str | int, ...], Any] = {}
 
-    @torch.no_grad()
     def read(self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any]) -> None:
-        """Reads everything. What is not read directly into the model is kept for :meth:`apply`."""
+        """Reads everything on all ranks. What is not read directly into the model is kept for :meth:`apply`."""
+        matched = self.ranks.attempt(partial(self._read, model, optimizer, state))[1]
+        if unmatched := self.selection.unmatched(matched):
+            raise CheckpointError(f"only={unmatched} matches no name of a parameter or buffer in the model")
+
+    @torch.no_grad()
+    def _read(self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any]) -> tuple[list[str]]:
         self.checkpoint, self.params, contents = self.opened.enter_context(self.open()), Parameters(model), Contents()
-        manifest = self.checkpoint.manifest
+        if self.step not in (None, self.checkpoint.manifest.step):
+            raise CorruptCheckpointError(f"{self.path} holds step {self.checkpoint.manifest.step}, not {self.step}")
         self.params.collect(contents, frozen=True)
-        for name, value in self.params.other_values().items():
+        others = self.params.other_values()
+        shapes = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else None for name, each in others.items()}
+        items: list[Item] = [(each.names, each.layout.shape) for each in self.params.known.values()]
+        self.selection.apply(self.checkpoint, [*items, *(([name], shape) for name, shape in shapes.items())])
+        manifest = self.checkpoint.manifest
+        for name, value in others.items():
             if isinstance(value, torch.Tensor):
                 self.other_values[name] = torch.empty_like(value)
                 contents.add({f"model.{name}": ("model", name)}, self.other_values[name])
@@ -178,6 +233,13 @@ class _Loading:
         if not self.strict and not self.has_optimizer:
             optimizer = None
         if optimizer is not None:
+            for param, originals in self.params.shown.items():
+                names = [self.params.known[each].names[0] for each in originals]
+                if isinstance(param, FlatParameter) and len({f"model.{name}" in self.selection for name in names}) > 1:
+                    raise ValueError(
+                        f"only={self.selection.only} selects a part of {few(names)}, which are one flat parameter with "
+                        f"one optimizer state: load without the optimizer, or wrap with use_orig_params=True"
+                    )
             self.states = new_states(self.params, optimizer, self.checkpoint)
             self.params.collect_state(contents, self.states, everyone=True)
         contents.values.clear()
@@ -189,6 +251,7 @@ class _Loading:
         self.other_values = {
             name: each for name, each in self.other_values.items() if any(f"model.{name}" in of for of in both)
         }
+        return (self.selection.matched(),)
 
     @property
     def has_optimizer(self) -> bool:
@@ -217,7 +280,15 @@ class _Loading:
 
     def _compare(self, contents: Contents, optimizer: Optimizer | None) -> None:
         """Raises an error if the checkpoint does not fit the model."""
+        problems = [
+            f"'model.{name}' has the shape {here} here, but {there} in {self.path}"
+            for name, (here, there) in self.selection.differing.items()
+        ]
+        if problems[2:]:
+            problems[1:] = [f"{few([f'model.{name}' for name in [*self.selection.differing][1:]])} differ, too"]
         if not self.strict:
+            if problems and self.ranks.first:
+                warn(f"tensors of different shapes keep the model's values: {'; '.join(problems)}")
             return
         manifest, in_model = self.checkpoint.manifest, {name for name in contents.paths if name.startswith("model.")}
         in_checkpoint = {name for name in (*manifest.tensors, *manifest.objects) if name.startswith("model.")}
@@ -234,17 +305,16 @@ class _Loading:
             tied = {f"model.{name}" for name in known.names}
             if tied & in_checkpoint:
                 in_model -= tied - in_checkpoint
-        if missing := sorted(in_model - in_checkpoint):
+        if missing := sorted(name for name in in_model - in_checkpoint if name in self.selection):
             whole = {name.partition(".[")[0] for name in in_checkpoint}
             if any(name.partition(".[")[0] in whole for name in missing):
-                raise ValueError(
-                    f"{self.path} has {few(missing)}, for different parts of parameters than this rank has: "
-                    f"load it on the number of ranks that saved it, with the same sharding"
-                )
-            raise KeyError(f"{self.path} lacks {few(missing)}, which the model has: is it from a different model?")
+                raise cut_differently(few(missing), self.checkpoint)
+            problems.append(f"{self.path} lacks {few(missing)}, which the model has")
         in_checkpoint = {name for name in in_checkpoint if ".[" not in name}
         if unknown := sorted(in_checkpoint - set(contents.paths) - {f"model.{name}" for name in self.other_values}):
-            raise KeyError(f"the model lacks {few(unknown)}, which {self.path} has: is it from a different model?")
+            problems.append(f"the model lacks {few(unknown)}, which {self.path} has")
+        if problems:
+            raise ValueError(f"{'; '.join(problems)}: is it from a different model?")
         if optimizer is not None and not self.has_optimizer:
             raise KeyError(f"{self.path} was saved without an optimizer: leave it out of load()")
 
@@ -254,7 +324,7 @@ class _Loading:
         state."""
         self.params.load_other_values(self.other_values)
         if optimizer is not None and self.has_optimizer:
-            load_optimizer(self.params, optimizer, self.states, self.checkpoint, self.strict)
+            load_optimizer(self.params, optimizer, self.states, self.checkpoint, self.selection)
         for name, each in state.items():
             if hasattr(each, "load_state_dict") and name in self.state:
                 each.load_state_dict(with_dtensors(self.state[name], (name,), self.sharded))

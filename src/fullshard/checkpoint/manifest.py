@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise, repeat
 from operator import add, gt
@@ -21,8 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fullshard.checkpoint.blocks import BLOCK, CorruptCheckpointError, checksum, open_regular
+from fullshard.checkpoint.blocks import BLOCK, CorruptCheckpointError, checksum
 
+#: A ``pathlib.Path``, or a ``UPath`` of universal_pathlib, which has the same methods.
+Location = Any
 #: The file of torch's DCP format that lists the tensors.
 METADATA = ".metadata"
 MANIFEST = "manifest.json"
@@ -170,6 +173,14 @@ class Manifest:
     binding: dict[str, str] = field(default_factory=dict)
 
 
+def is_checkpoint(path: Location) -> bool:
+    """Whether a directory is a checkpoint, also one of DCP. Other programs have a manifest.json, too."""
+    if not path.is_dir() or number_of(path.name):
+        return bool(path.is_dir())
+    names = {each.name for each in path.iterdir()}
+    return METADATA in names or (MANIFEST in names and any(name.endswith(".distcp") for name in names))
+
+
 def name_of(step: int, again: int = 0) -> str:
     """The name of a save's directory. ``again``: how many saves of this step exist already."""
     return f"step-{step:08d}" + (f".{again}" if again else "")
@@ -179,6 +190,17 @@ def number_of(name: str) -> tuple[int, int] | None:
     """The step of a save's directory, and how many saves of that step are older; ``None`` for other directories."""
     found = _NAME.fullmatch(name)
     return (int(found[1]), int(found[2] or 0)) if found else None
+
+
+def step_of(name: str) -> int | None:
+    """The step of a save's directory; ``None`` for other directories."""
+    number = number_of(name)
+    return number[0] if number else None
+
+
+def steps_of(paths: Iterable[Path]) -> list[int]:
+    """The steps of saves' directories, in order."""
+    return sorted({number[0] for path in paths if (number := number_of(path.name))})
 
 
 def encode_contents(manifest: Manifest) -> bytes:
@@ -265,13 +287,8 @@ def _tensors(manifest: Manifest, fields: dict[str, Any], path: Path) -> Tensors:
     return tensors
 
 
-def mark_of(path: Path) -> str:
-    """The checksum at the beginning of a checkpoint's manifest, which identifies it; empty if there is none."""
-    try:
-        with open(open_regular(path / MANIFEST)[0], "rb") as file:
-            head = file.read(64)
-    except (OSError, CorruptCheckpointError):
-        return ""
+def mark_of(head: bytes) -> str:
+    """The checksum at the beginning of a manifest, which identifies the checkpoint; empty if there is none."""
     found = _MARK.match(head)
     return found[1].decode() if found else ""
 
@@ -382,6 +399,20 @@ def checked_state(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
         if not isinstance(name, str) or not name or "." in name or name == "step":
             raise ValueError(f"state has the name {name!r}; expected a string without dots, and not 'step'")
     return state or {}
+
+
+def checked_step(step: int | None) -> int | None:
+    """The step that was given to a save or a load.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is less than 0.
+    """
+    if step is not None and not hasattr(step, "__index__"):
+        raise TypeError(f"step is {step!r}; expected an integer")
+    if step is not None and (step := operator.index(step)) < 0:
+        raise ValueError(f"step is {step}; expected a number of 0 or more")
+    return step
 
 
 def few(names: Sequence[str]) -> str:

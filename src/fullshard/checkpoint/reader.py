@@ -6,14 +6,9 @@ blocks of a file are read, in their order, and each once.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import math
 import operator
-import os
-import stat
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -22,8 +17,20 @@ import torch
 
 from fullshard._renamed import renamed
 from fullshard.checkpoint import dcp
-from fullshard.checkpoint.blocks import BlockReader, CheckpointError, CorruptCheckpointError, bytes_of, read_regular
-from fullshard.checkpoint.manifest import MANIFEST, METADATA, Kind, Manifest, Piece, Tensors, decode, few, number_of
+from fullshard.checkpoint.blocks import BlockReader, CheckpointError, CorruptCheckpointError, bytes_of
+from fullshard.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    Kind,
+    Manifest,
+    Piece,
+    Tensors,
+    decode,
+    few,
+    number_of,
+    step_of,
+)
+from fullshard.checkpoint.storage import files_of, located, storage_of
 
 #: A box of a tensor to read: the name of the tensor in the checkpoint, its shape, the offsets of the box, and the
 #: tensor to fill, on any device, of any dtype and strides.
@@ -40,23 +47,17 @@ def list_checkpoints(directory: str | Path) -> list[Path]:
 
     Ranks: each for itself.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
-        return []
-    with os.scandir(directory) as entries:  # an entry knows its type even if it was removed
-        found = [(number, entry.name) for entry in entries if (number := number_of(entry.name)) and entry.is_dir()]
-    if number_of(directory.name) or (not found and is_checkpoint(directory)):
-        return [directory]
-    return [directory / name for _, name in sorted(found, reverse=True)]
+    return storage_of(located(directory)).list()
 
 
-def newest_first(directory: str | Path) -> Iterator[Path]:
+def newest_first(directory: str | Path, step: int | None = None) -> Iterator[Path]:
     """Like :func:`list_checkpoints`, but lists the directory again before each one: while the caller tried one, a save
-    may have removed others and made a newer one."""
+    may have removed others and made a newer one. With ``step``, only those that may be of it."""
     tried = set[Path]()
 
     def untried() -> Path | None:
-        return next((path for path in list_checkpoints(directory) if path not in tried), None)
+        found = (path for path in list_checkpoints(directory) if step is None or step_of(path.name) in (None, step))
+        return next((path for path in found if path not in tried), None)
 
     while path := untried() or untried():  # a listing may miss a directory that is being renamed; two listings do not
         tried.add(path)
@@ -82,13 +83,6 @@ def latest(directory: str | Path) -> Checkpoint | None:
     return None
 
 
-def is_checkpoint(path: Path) -> bool:
-    if not path.is_dir() or number_of(path.name):
-        return path.is_dir()
-    names = os.listdir(path)  # other programs have a manifest.json too
-    return METADATA in names or (MANIFEST in names and any(name.endswith(".distcp") for name in names))
-
-
 class Checkpoint:
     """A checkpoint on the disk, made by fullshard or by DCP's ``save``. Needs no process group and no model.
 
@@ -109,30 +103,23 @@ class Checkpoint:
     Ranks: each for itself.
     """
 
-    _unpin: Callable[[], object] = staticmethod(lambda: None)
-
     def __init__(self, path: str | Path, *, whole: bool = True) -> None:
-        self.path = path = Path(path)
+        self.path = located(path)
+        self._files = files_of(self.path)
         self._readers: dict[str, BlockReader] = {}
-        self._pin()
+        self._unpin = self._files.pin(self)
         try:
-            self._read_manifest(path, whole)
+            self._read_manifest(self.path, whole)
         except BaseException:
             self.close()
             raise
 
-    def _pin(self) -> None:
-        """Locks the manifest, so that no save removes the checkpoint. The lock ends with the process."""
-        with contextlib.suppress(OSError):  # no manifest (reading it reports that), or no locks
-            file = os.open(self.path / MANIFEST, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            self._unpin = weakref.finalize(self, os.close, file)
-            fcntl.flock(file, fcntl.LOCK_SH)  # waits for a save that is about to remove it
-
     def _read_manifest(self, path: Path, whole: bool) -> None:
-        if (path / MANIFEST).exists() or number_of(path.name) or not (path / METADATA).exists():
-            self.manifest = decode(read_regular(path / MANIFEST), path / MANIFEST)
+        files = self._files
+        if files.exists(MANIFEST) or number_of(path.name) or not files.exists(METADATA):
+            self.manifest = decode(files.read(MANIFEST), path / MANIFEST)
         else:
-            self.manifest = dcp.read_metadata(read_regular(path / METADATA), path / METADATA)
+            self.manifest = dcp.read_metadata(files.read(METADATA), path / METADATA)
         for sentence in self.lacking().values() if whole else ():
             raise CorruptCheckpointError(sentence)
         if whole and METADATA in self.manifest.files:  # read only by DCP, so check all of it here
@@ -265,8 +252,10 @@ class Checkpoint:
                 reads.setdefault(piece.file, []).append((piece.start, name, into, (piece, offsets)))
         try:
             for file in sorted(reads):
-                reader, runs = self._reader(file), reads[file]
-                for start, name, into, part in sorted(runs, key=operator.itemgetter(0)):
+                reader, runs = self._reader(file), sorted(reads[file], key=operator.itemgetter(0))
+                if reader.reads_ahead:
+                    reader.prefetch(self._range(*run) for run in runs)
+                for start, name, into, part in runs:
                     if part is None:
                         reader.read_to(into, start)
                     else:
@@ -293,25 +282,37 @@ class Checkpoint:
             raise KeyError(f"{self.path} has no tensor '{name}'")
         return self.tensors.positions[name]
 
+    def _range(
+        self, start: int, name: str, into: torch.Tensor, part: tuple[Piece, tuple[int, ...]] | None
+    ) -> tuple[int, int]:
+        """The bytes of a file that are read for a box."""
+        if part is None:
+            return start, start + into.nbytes
+        (piece, offsets), itemsize = part, self.tensors.positions[name][0].dtype.itemsize
+        lows, sizes = _overlap(piece, offsets, into.shape)
+        if any(size <= 0 for size in sizes):
+            return start, start
+        if piece.data < 0:
+            return piece.start, piece.start + piece.length
+        begin, span, _ = _span(piece, lows, sizes)
+        return piece.data + itemsize * begin, piece.data + itemsize * (begin + span)
+
     def _copy(self, piece: Piece, offsets: tuple[int, ...], dtype: torch.dtype, into: torch.Tensor) -> None:
         """Copies the intersection of a piece and a box."""
-        lows, both = list(map(max, piece.offsets, offsets)), (piece.offsets, piece.sizes, offsets, into.shape)
-        ends = [min(at + size, to + want) for at, size, to, want in zip(*both, strict=True)]
-        sizes = [end - low for low, end in zip(lows, ends, strict=True)]
+        lows, sizes = _overlap(piece, offsets, into.shape)
         if any(size <= 0 for size in sizes):
             return
         for dim, (low, size) in enumerate(zip(lows, sizes, strict=True)):
             if size != into.shape[dim]:
                 into = into.narrow(dim, low - offsets[dim], size)
-        begins = [low - at for low, at in zip(lows, piece.offsets, strict=True)]
         if piece.data < 0:
             data = self._bytes(piece.file, piece.start, piece.length)
             whole = dcp.loaded_tensor(data, dtype, piece.sizes, f"its piece in {self.path / piece.file}")
+            begins = map(operator.sub, lows, piece.offsets)
             into.copy_(whole[tuple(slice(at, at + size) for at, size in zip(begins, sizes, strict=True))])
             return
-        strides = [math.prod(piece.sizes[dim + 1 :]) for dim in range(len(sizes))]
-        start = piece.data + dtype.itemsize * sum(map(operator.mul, begins, strides))
-        span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        begin, span, strides = _span(piece, lows, sizes)
+        start = piece.data + dtype.itemsize * begin
         direct = span == math.prod(sizes) and into.is_contiguous() and into.dtype == dtype and into.is_cpu
         run = into if direct else torch.empty(span, dtype=dtype)
         self._reader(piece.file).read_into(bytes_of(run), start)
@@ -327,21 +328,18 @@ class Checkpoint:
 
     def _reader(self, file: str) -> BlockReader:
         if file not in self._readers:
-            self._readers[file] = BlockReader(self.path / file, *self.manifest.files[file])
+            self._readers[file] = self._files.open(file, self.manifest.files[file])
         return self._readers[file]
 
     def lacking(self) -> dict[str, str]:
         """For each file that is missing or has a wrong size, a sentence about it."""
         found = {}
         for name, file in self.manifest.files.items():
-            path, size, is_file = self.path / name, -1, True
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                size, is_file = status.st_size, stat.S_ISREG(status.st_mode)
-            if size != file.size or not is_file:
-                lacks = f"has {size} bytes, but {file.size} were written" if is_file else "is not a regular file"
-                found[name] = f"{path} {'is missing' if size < 0 else lacks}"
-                if names := sorted(self._in(name, max(size, 0), file.size)):
+            size = self._files.size(name, file.size)
+            if size != file.size:
+                lacks = "is not a regular file" if size is None else f"has {size} bytes, but {file.size} were written"
+                found[name] = f"{self.path / name} {'is missing' if size == -1 else lacks}"
+                if names := sorted(self._in(name, max(size or 0, 0), file.size)):
                     found[name] += f"; parts of {few(names)} are lost"
         return found
 
@@ -353,6 +351,21 @@ class Checkpoint:
         for name, stored in self.manifest.objects.items():
             if stored.file == file and stored.start < last and first < stored.start + stored.length:
                 yield name
+
+
+def _overlap(piece: Piece, offsets: Sequence[int], shape: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The offsets and sizes of the intersection of a piece and a box."""
+    lows, both = list(map(max, piece.offsets, offsets)), (piece.offsets, piece.sizes, offsets, shape)
+    ends = [min(at + size, to + want) for at, size, to, want in zip(*both, strict=True)]
+    return lows, list(map(operator.sub, ends, lows))
+
+
+def _span(piece: Piece, lows: Sequence[int], sizes: Sequence[int]) -> tuple[int, int, list[int]]:
+    """Where a box begins in a piece that contains it, how many elements it spans there, and the strides of the
+    piece."""
+    strides = [math.prod(piece.sizes[dim + 1 :]) for dim in range(len(sizes))]
+    begin = sum(map(operator.mul, map(operator.sub, lows, piece.offsets), strides))
+    return begin, 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)), strides
 
 
 __all__ = [

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import socket
 import uuid
@@ -31,10 +30,18 @@ from torch.distributed import ProcessGroup
 
 from fullshard._renamed import renamed_keywords
 from fullshard.checkpoint.background import wait_until_finished
-from fullshard.checkpoint.blocks import BLOCK, BlockWriter, CheckpointError, bytes_of, checksum, make_directory
-from fullshard.checkpoint.manifest import StoredFile, mark_of
+from fullshard.checkpoint.blocks import (
+    BLOCK,
+    BlockWriter,
+    CheckpointError,
+    CorruptCheckpointError,
+    bytes_of,
+    checksum,
+)
+from fullshard.checkpoint.manifest import MANIFEST, Location, StoredFile, mark_of
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.reader import list_checkpoints
+from fullshard.checkpoint.storage import files_of, storage_of
 from fullshard.comm.waits import waiting
 
 #: The file of a directory of checkpoints that names its training.
@@ -78,7 +85,7 @@ class Hosts:
         CheckpointError: on all ranks, if the directory cannot be made on one.
     """
 
-    def __init__(self, root: Path, ranks: Ranks, directory: Path | None = None) -> None:
+    def __init__(self, root: Path, ranks: Ranks, directory: Location | None = None) -> None:
         self._ranks = ranks
         _, every = ranks.attempt(
             lambda: ((_location_of(root), binding(directory) if directory and ranks.first else {}),)
@@ -172,27 +179,30 @@ def _location_of(root: Path) -> tuple[Any, ...]:
     return _BOOT.read_text() if _BOOT.exists() else socket.gethostname(), found.st_dev, found.st_ino
 
 
-def binding(directory: Path) -> dict[str, str]:
+def binding(directory: Location) -> dict[str, str]:
     """What the manifest of a replica says: its training, and the newest checkpoint before it."""
     found = training_of(directory)
     if not found:
-        make_directory(directory)
-        written = directory / f".{_TRAINING}.{uuid.uuid4().hex[:8]}"
-        written.write_text(json.dumps({"training": uuid.uuid4().hex}) + "\n")
-        os.replace(written, directory / _TRAINING)
+        storage_of(directory).write_note(_TRAINING, json.dumps({"training": uuid.uuid4().hex}) + "\n")
         found = training_of(directory)
     newest = next(iter(list_checkpoints(directory)), None)
-    after = {"after": newest.name, "mark": mark_of(newest)} if newest is not None else {}
+    after = {"after": newest.name, "mark": mark_at(newest)} if newest is not None else {}
     return {"directory": str(directory.resolve()), "training": found, **after}
 
 
-def training_of(directory: Path) -> str:
+def training_of(directory: Location) -> str:
     """The identifier of the training in a directory; empty if it has none."""
     try:
-        fields = json.loads((directory / _TRAINING).read_text())
-        return str(fields["training"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(storage_of(directory).note(_TRAINING))["training"])
+    except (ValueError, KeyError, TypeError):
         return ""
+
+
+def mark_at(path: Location) -> str:
+    """What identifies the checkpoint at a path; empty if there is none."""
+    with contextlib.suppress(OSError, CorruptCheckpointError):
+        return mark_of(files_of(path).read(MANIFEST, 64))
+    return ""
 
 
 @renamed_keywords("fullshard.checkpoint.forget_replicas")

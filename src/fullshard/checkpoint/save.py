@@ -1,33 +1,26 @@
-"""Saves: all ranks write into a hidden directory, and one rename makes it visible.
+"""Saves: all ranks write a checkpoint that nobody sees, and the first rank publishes it.
 
 Owns the order of the steps. The process may end after any of them::
 
     every rank      describes its part                                      ─▶ agree
-    first rank      makes  .step-00000010.<job>.partial  and locks it
-    every rank      writes its file and forces it to the disk               ─▶ agree
-    first rank      writes .metadata and manifest.json, forces them and the directory to the disk
-    first rank      renames it to  step-00000010,  and forces that to the disk
+    first rank      begins the checkpoint: on a disk  .step-00000010.<job>.partial,  which it locks
+    every rank      writes its files, and waits until they are kept         ─▶ agree
+    first rank      writes .metadata and manifest.json, and publishes it: on a disk by a rename
     first rank      removes the checkpoints beyond keep_last                ─▶ agree
 
-If a process ends during a save, its hidden directory has no lock any more, and the next save removes it.
+If a process ends during a save, what it wrote has no lock or lease any more, and the next save removes it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
-import itertools
 import operator
-import os
-import shutil
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -38,19 +31,17 @@ from fullshard._renamed import renamed_keywords
 from fullshard.checkpoint import dcp
 from fullshard.checkpoint.background import Background
 from fullshard.checkpoint.blocks import (
-    BlockWriter,
     CheckpointError,
     checksum,
-    force_names,
-    make_directory,
     without_collections,
 )
-from fullshard.checkpoint.contents import Contents, Parameters, named, without_dtensors
+from fullshard.checkpoint.contents import Contents, Parameters, named
 from fullshard.checkpoint.layout import Box, Copies
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     METADATA,
     Entry,
+    Location,
     Manifest,
     Piece,
     Stored,
@@ -58,23 +49,26 @@ from fullshard.checkpoint.manifest import (
     Tensors,
     check,
     checked_state,
+    checked_step,
     encode,
     encode_contents,
-    name_of,
     number_of,
 )
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
-from fullshard.checkpoint.reader import list_checkpoints
-from fullshard.checkpoint.removal import remove_leftovers, remove_older
+from fullshard.checkpoint.removal import remove_older
 from fullshard.checkpoint.replicas import Hosts, Sent
+from fullshard.checkpoint.storage import Partial, Storage, located, storage_of
 from fullshard.policies import warn
 from fullshard.torch_private import foreach_copy
+
+if TYPE_CHECKING:
+    from upath import UPath
 
 
 @renamed_keywords("fullshard.checkpoint.save")
 @without_collections()
 def save(
-    directory: str | Path,
+    directory: str | Path | UPath,
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
@@ -85,7 +79,7 @@ def save(
     replicas: str | Path | None = None,
     process_group: ProcessGroup | None = None,
     state: Mapping[str, Any] | None = None,
-) -> Path | None:
+) -> Path | UPath | None:
     """Saves a sharded model, its optimizer and other state as a new checkpoint.
 
     Existing checkpoints are not changed. The new one becomes visible in one step, when all of it is on the disk.
@@ -126,24 +120,22 @@ def save(
     Background.wait_until_finished()
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; expected None or how many to keep, 1 or more")
-    if step is not None and not hasattr(step, "__index__"):
-        raise TypeError(f"step is {step!r}; expected an integer")
-    if step is not None and (step := operator.index(step)) < 0:
-        raise ValueError(f"step is {step}; expected a number of 0 or more")
+    step = checked_step(step)
     if replicas is not None and step is None:
         raise ValueError("replicas need a step, which is compared with the steps of the checkpoints in the directory")
-    directory, memory = Path(directory).absolute(), Path(replicas).absolute() if replicas is not None else None
-    for path in filter(None, (directory, memory)):
+    root: Location = located(directory).absolute()
+    memory = Path(replicas).absolute() if replicas is not None else None
+    for path in (root, *([memory] if memory else [])):
         if number := number_of(path.name):
             raise ValueError(
                 f"{path} names a single checkpoint: give save() its parent directory, '{path.parent}', and "
                 f"step={number[0]}"
             )
     ranks = Ranks(process_group, background=not wait)
-    hosts = None if memory is None else Hosts(memory, ranks, directory)
+    hosts = None if memory is None else Hosts(memory, ranks, root)
     manifest = Manifest(world_size=ranks.size, frozen=not trainable_only, binding=hosts.binding if hosts else {})
-    writing = _Writing(memory or directory, ranks, keep_last, manifest, hosts)
-    writing.prepare(model, optimizer, state, step)
+    writing = _Writing(storage_of(memory or root), ranks, keep_last, manifest, hosts)
+    writing.prepare(model, optimizer, state, step, begin=wait or not writing.storage.is_slow)
     if wait:
         return writing.write()
     writing.copy()
@@ -155,18 +147,22 @@ def save(
 class _Writing:
     """One save, from the tensors of this rank to a visible directory."""
 
-    directory: Path
+    storage: Storage
     ranks: Ranks
     keep_last: int | None
     manifest: Manifest
     hosts: Hosts | None = None  # only for an in-memory replica
-    partial: Path = Path()
+    partial: Partial | None = None
+    step: int | None = None
     boxes: list[Box] = field(default_factory=list)  # the boxes that this rank writes
     tensors: list[torch.Tensor] = field(default_factory=list)  # the values of these boxes
     values: list[tuple[str, bytes]] = field(default_factory=list)  # other values that this rank writes
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)  # names of the model's tensors that are not parameters
-    _lock: int = -1
+
+    @property
+    def directory(self) -> Location:
+        return self.storage.directory
 
     @property
     def leader(self) -> int:
@@ -174,9 +170,10 @@ class _Writing:
         return self.hosts.leader if self.hosts else 0
 
     def prepare(
-        self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], step: int | None
+        self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], step: int | None, begin: bool
     ) -> None:
-        """Collects what to save, agrees with the other ranks on who writes what, and makes the directory."""
+        """Collects what to save, and agrees with the other ranks on who writes what. With ``begin``, it makes the
+        directory; otherwise :meth:`write` does."""
         contents, user_state = Contents(), dict[str, bytes]()
 
         def collect() -> tuple[Any, ...]:
@@ -184,27 +181,25 @@ class _Writing:
             digests = {name: checksum(data) for name, data in user_state.items()}
             keys = contents.keys_with_other_holders(self.ranks.size)
             everywhere = "" if contents.is_partial(self.ranks.size) else checksum("\n".join(keys).encode())
-            if self.ranks.rank == self.leader:
-                self._make_directory(step)
-            return ((self.partial.name, self.manifest.step, digests, everywhere),)
+            return ((self._begin(step) if begin else ("", step), digests, everywhere),)
 
         try:
             _, everyone = self.ranks.attempt(collect)
-            (_, self.manifest.step, digests, everywhere), *others = everyone
-            self.partial = self.directory / everyone[self.leader][0]
-            if any(set(each[2]) != set(digests) for each in others):
+            (_, digests, everywhere), *others = everyone
+            self._join([each[0] for each in everyone])
+            if any(set(each[1]) != set(digests) for each in others):
                 raise CheckpointError(
-                    f"ranks gave state under different names: {[sorted(each[2]) for each in everyone]}; "
+                    f"ranks gave state under different names: {[sorted(each[1]) for each in everyone]}; "
                     "give the same names"
                 )
             holders = dict[str, list[int]]()
-            if not all(everywhere == each[3] != "" for each in everyone):
+            if not all(everywhere == each[2] != "" for each in everyone):
                 for rank, keys in enumerate(self.ranks.gather(contents.keys_with_other_holders(self.ranks.size))):
                     for each in keys:
                         holders.setdefault(each, []).append(rank)
             self._choose(contents, holders)
             for name, data in user_state.items():
-                descriptions = [each[2][name] for each in everyone]
+                descriptions = [each[1][name] for each in everyone]
                 distinct = list(dict.fromkeys(descriptions))
                 self.manifest.state[name] = numbers = [distinct.index(each) for each in descriptions]
                 if numbers.index(numbers[self.ranks.rank]) == self.ranks.rank:
@@ -212,8 +207,21 @@ class _Writing:
                     self.values.append((".".join(path), data))
                     self.paths[".".join(path)] = path
         except BaseException:
-            self._discard()
+            if self.partial is not None:
+                self.partial.discard()
             raise
+
+    def _begin(self, step: int | None) -> tuple[str, int | None]:
+        """Makes the directory if this rank leads. Returns its name, and the step."""
+        if self.ranks.rank != self.leader:
+            return "", step
+        self.partial = self.storage.begin(step)
+        return self.partial.path.name, self.partial.step
+
+    def _join(self, begun: list[tuple[str, int | None]]) -> None:
+        """Joins the directory that a rank has made."""
+        name, self.step = begun[self.leader]
+        self.partial = self.partial or (self.storage.join(name) if name else None)
 
     def _collect(
         self, contents: Contents, user_state: dict[str, bytes], model: nn.Module, optimizer: Optimizer | None,
@@ -229,7 +237,7 @@ class _Writing:
             params.collect_options(contents, optimizer)
         for name, value in state.items():
             found: dict[tuple[str | int, ...], Any] = {}
-            plain = without_dtensors(value.state_dict() if hasattr(value, "state_dict") else value, (name,), found)
+            plain = dcp.without_dtensors(value.state_dict() if hasattr(value, "state_dict") else value, (name,), found)
             user_state[name] = dcp.saved(plain, f"the state '{name}'")
             for path, tensor in found.items():
                 contents.add(named(("sharded", *path)), tensor)
@@ -280,15 +288,20 @@ class _Writing:
         """Writes the checkpoint and makes it visible. Returns ``None`` if there was no space for a replica."""
         leads, hosts = self.ranks.rank == self.leader, self.hosts
         try:
-            (file, outline, _), descriptions = self.ranks.attempt(self._write_file)
+            if self.partial is None:
+                self._join(self.ranks.attempt(lambda: (self._begin(self.step),))[1])
+            assert self.partial is not None
+            assert self.step is not None
+            self.manifest.step = self.step
+            (files, outlines, _), descriptions = self.ranks.attempt(self._write_files)
             keys = tuple(key for key, _, _ in descriptions)
             if hosts is not None:
-                self.ranks.attempt(partial(hosts.spread, self.partial, [sent for _, _, sent in descriptions]))
+                self.ranks.attempt(partial(hosts.spread, self.partial.path, [sent for _, _, sent in descriptions]))
             known = all(
                 descriptions[leader][1] == checksum("".join(keys).encode())
                 for leader in (hosts.members if hosts else [0])
             )
-            parts = self.ranks.gather_to_first((file, None if known else outline))
+            parts = self.ranks.gather_to_first((files, None if known else outlines))
             parts = self.ranks.broadcast(parts) if hosts is not None else parts
             _, everyone = self.ranks.attempt(lambda: (self._publish(parts) if leads else "",))
             if leads:
@@ -304,55 +317,78 @@ class _Writing:
             warn(f"no in-memory replica of step {step} was kept, and training goes on without it: {error}")
             return None
         finally:
-            self._discard()
+            if self.partial is not None:
+                self.partial.discard()
         return self.directory / str(everyone[self.leader])
 
-    def _write_file(self) -> tuple[StoredFile, _Outline, tuple[str, str, Sent]]:
-        name = f"__{self.ranks.rank}_0.distcp"
-        kinds = [(tensor.dtype, tensor.shape) for tensor in self.tensors]
-        outline = _Outline(name, self.boxes, kinds, [(each, len(data)) for each, data in self.values], self.paths)
-        if outline != _Last.outline:
-            _Last.outline, _Last.between, _Last.key = outline, outline.laid_out()[2], uuid.uuid4().hex
+    def _write_files(self) -> tuple[dict[str, StoredFile], list[_Outline], tuple[str, str, Sent]]:
+        """Writes the files of this rank: one, or several where the storage limits their size."""
+        assert self.partial is not None
+        parts = [*self._parts(self.partial.largest)]
+        outlines = [outline for outline, _ in parts]
+        if outlines != _Last.outlines:
+            _Last.outlines, _Last.between = outlines, [outline.laid_out()[2] for outline in outlines]
+            _Last.key = uuid.uuid4().hex
+        files = dict[str, StoredFile]()
+        for (outline, tensors), between in zip(parts, _Last.between, strict=True):
+            values, pairs = self.values if outline.values else (), zip(between, tensors, strict=False)
+            files[outline.name] = self._write_file(outline.name, values, pairs, between[-1])
+        self.partial.flush()
+        digest = checksum("".join(_Last.keys).encode())
+        return files, outlines, (_Last.key, digest, Sent.of(*next(iter(files.items()))))
+
+    def _write_file(
+        self, name: str, values: Iterable[tuple[str, bytes]], tensors: Iterable[tuple[bytes, torch.Tensor]], end: bytes
+    ) -> StoredFile:
+        assert self.partial is not None
+        path = self.partial.path
         try:
-            writer = BlockWriter(self.partial / name)
+            writer = self.partial.open(name)
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{socket.gethostname()} does not see {self.partial}, which rank {self.leader} created: "
+                f"{socket.gethostname()} does not see {path}, which rank {self.leader} created: "
                 f"{self.directory} must be on a disk that all hosts share"
             ) from error
         try:
-            for _, data in self.values:
+            for _, data in values:
                 writer.write(data)
-            writer.write_tensors(zip(_Last.between, self.tensors, strict=False))
-            writer.write(_Last.between[-1])
+            writer.write_tensors(tensors)
+            writer.write(end)
             writer.close()
         except OSError as error:
-            raise CheckpointError(f"{self.partial / name} could not be written: {error.strerror}") from error
+            raise CheckpointError(f"{path / name} could not be written: {error.strerror}") from error
         finally:
             writer.abandon()
-        file = StoredFile(writer.size, writer.checksums)
-        return file, outline, (_Last.key, checksum("".join(_Last.keys).encode()), Sent.of(name, file))
+        return StoredFile(writer.size, writer.checksums)
 
-    def _publish(self, parts: list[tuple[StoredFile, _Outline | None]]) -> str:
-        """Writes the metadata and the manifest, renames the directory, and returns its name."""
+    def _parts(self, largest: float) -> Iterator[tuple[_Outline, list[torch.Tensor]]]:
+        """The outlines of this rank's files, with the tensors in each. Large tensors are split along their first
+        dim."""
+        pairs = [*zip(self.boxes, self.tensors, strict=True)]
+        sizes = [(name, len(data)) for name, data in self.values]
+        for number, part in enumerate(_split(pairs, largest) if largest < float("inf") else [pairs]):
+            boxes, tensors = [box for box, _ in part], [tensor for _, tensor in part]
+            kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
+            name = f"__{self.ranks.rank}_{number}.distcp"
+            yield _Outline(name, boxes, kinds, [] if number else sizes, {} if number else self.paths), tensors
+
+    def _publish(self, parts: list[tuple[dict[str, StoredFile], list[_Outline] | None]]) -> str:
+        """Writes the metadata and the manifest, makes the checkpoint visible, and returns its name."""
         import fullshard
 
+        assert self.partial is not None
         manifest = self.manifest
         manifest.versions = {"fullshard": fullshard.__version__, "torch": torch.__version__}
-        manifest.files = {f"__{rank}_0.distcp": file for rank, (file, _) in enumerate(parts)}
-        outlines = [outline for _, outline in parts if outline is not None]
+        manifest.files = {name: file for files, _ in parts for name, file in files.items()}
+        outlines = [outline for _, outlines in parts for outline in outlines or ()]
         if outlines:
             _Last.metadata, _Last.contents = self._describe(outlines)
+        manifest.files[METADATA] = self._write_file(METADATA, [("", _Last.metadata)], (), b"")
         try:
-            self._write_small(METADATA, _Last.metadata)
-            manifest.files[METADATA] = StoredFile(len(_Last.metadata), self._checksums)
-            self._write_small(MANIFEST, encode(manifest, _Last.contents))
-            force_names(self.partial)
-            name = self._rename()
-            force_names(self.directory)
+            self.partial.flush()
+            name = self.partial.publish(encode(manifest, _Last.contents))
         except OSError as error:
-            raise CheckpointError(f"{self.partial} could not be completed: {error.strerror}") from error
-        self._release()
+            raise CheckpointError(f"{self.partial.path} could not be completed: {error.strerror}") from error
         if self.keep_last is not None and self.hosts is None:
             remove_older(self.directory, name, self.keep_last)
         return name
@@ -372,71 +408,26 @@ class _Writing:
                         entry.pieces.append(piece)
             manifest.objects.update(values)
         manifest.tensors = Tensors.of(entries)
-        check(manifest, self.partial / MANIFEST)  # pieces of a tensor may be missing on all ranks
+        assert self.partial is not None
+        check(manifest, self.partial.path / MANIFEST)  # pieces of a tensor may be missing on all ranks
         return dcp.write_metadata(manifest, paths), encode_contents(manifest)
 
-    def _write_small(self, name: str, data: bytes) -> None:
-        writer = BlockWriter(self.partial / name)
-        try:
-            writer.write(data)
-            writer.close()
-        finally:
-            writer.abandon()
-        self._checksums = writer.checksums
 
-    def _rename(self) -> str:
-        numbers = [number_of(path.name) or (-1, 0) for path in list_checkpoints(self.directory)]
-        made = [again for step, again in numbers if step == self.manifest.step]
-        for again in itertools.count(max(made, default=-1) + 1):  # a lower one would be older
-            name = name_of(self.manifest.step, again)
-            if not os.path.lexists(self.directory / name):
-                try:
-                    os.rename(self.partial, self.directory / name)
-                    return name
-                except OSError as error:  # another job was faster
-                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                        raise
-        raise AssertionError
-
-    def _make_directory(self, step: int | None) -> None:
-        """Makes a hidden directory, and locks it until this process has written it."""
-        try:
-            make_directory(self.directory)
-            remove_leftovers(self.directory)
-            numbers = [number[0] for path in list_checkpoints(self.directory) if (number := number_of(path.name))]
-            self.manifest.step = max(numbers, default=-1) + 1 if step is None else step
-            while not self._lock_directory():
-                pass
-        except OSError as error:
-            raise CheckpointError(f"no checkpoint can be made in {self.directory}: {error.strerror}") from error
-
-    def _lock_directory(self) -> bool:
-        job = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self.partial = self.directory / f".{name_of(self.manifest.step)}.{job}.partial"
-        self.partial.mkdir()
-        # Another job may take it for a leftover before it is locked, and remove it.
-        with contextlib.suppress(FileNotFoundError, BlockingIOError):
-            self._lock = os.open(self.partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if isinstance(error, BlockingIOError):
-                    raise
-            if self.partial.exists():  # locked, or on a file system without locks, where leftovers stay
-                return True
-        self._release()
-        return False
-
-    def _release(self) -> None:
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            os.close(lock)
-
-    def _discard(self) -> None:
-        """Removes the directory if it did not become visible."""
-        if self._lock >= 0:
-            shutil.rmtree(self.partial, ignore_errors=True)
-            self._release()
+def _split(pairs: Iterable[tuple[Box, torch.Tensor]], largest: float) -> list[list[tuple[Box, torch.Tensor]]]:
+    """Groups of tensors of about ``largest`` bytes. Tensors with more are split along their first dim."""
+    groups, size = [list[tuple[Box, torch.Tensor]]()], 0.0
+    for box, tensor in pairs:
+        rows = max(1, int(largest * len(tensor) // tensor.nbytes)) if tensor.nbytes > largest and tensor.dim() else 0
+        for at in range(0, len(tensor), rows) if rows else [0]:
+            part, offsets = tensor, box.offsets
+            if rows:
+                part, offsets = tensor[at : at + rows], (box.offsets[0] + at, *box.offsets[1:])
+            if size and size + part.nbytes > largest:
+                groups.append([])
+                size = 0.0
+            groups[-1].append((box._replace(offsets=offsets), part))
+            size += part.nbytes
+    return groups
 
 
 class _Outline(NamedTuple):
@@ -470,13 +461,13 @@ class _Last:
     again.
 
     Attributes:
-        outline: this rank's outline. ``between`` are its bytes between tensors, ``key`` a name for it.
+        outlines: the outlines of this rank's files. ``between`` are the bytes between their tensors, ``key`` a name.
         keys: the keys of all ranks, in the last save that this rank described. ``metadata`` and ``contents`` are the
             bytes that it wrote then.
     """
 
-    outline: _Outline | None = None
-    between: list[bytes]
+    outlines: ClassVar[list[_Outline]] = []
+    between: list[list[bytes]]
     key = ""
     keys: tuple[str, ...] = ()
     metadata = b""

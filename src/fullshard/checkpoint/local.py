@@ -1,0 +1,222 @@
+"""Checkpoints in a directory of the operating system: a rename publishes them, and locks protect them.
+
+Owns the hidden directories of saves (``.step-00000010.<job>.partial``) and removals, and the locks: a save locks its
+directory, readers share a lock of the manifest. The system releases the locks of a process that ends, so what has no
+lock is a leftover.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import shutil
+import socket
+import stat
+import uuid
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from fullshard.checkpoint.blocks import (
+    BlockReader,
+    BlockWriter,
+    CheckpointError,
+    force_names,
+    make_directory,
+    open_regular,
+    read_regular,
+)
+from fullshard.checkpoint.manifest import MANIFEST, StoredFile, is_checkpoint, name_of, number_of, steps_of
+
+
+class LocalStorage:
+    """A directory of checkpoints on a disk, or in memory."""
+
+    is_slow = False
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def list(self) -> list[Path]:
+        directory = self.directory
+        if not directory.is_dir():
+            return []
+        with os.scandir(directory) as entries:  # an entry knows its type even if it was removed
+            found = [(number, entry.name) for entry in entries if (number := number_of(entry.name)) and entry.is_dir()]
+        if number_of(directory.name) or (not found and is_checkpoint(directory)):
+            return [directory]
+        return [directory / name for _, name in sorted(found, reverse=True)]
+
+    def unfinished(self) -> builtins.list[Path]:
+        return sorted(self.directory.glob(".step-*.partial"))
+
+    def begin(self, step: int | None) -> LocalPartial:
+        try:
+            make_directory(self.directory)
+            self._remove_leftovers()
+            step = max(steps_of(self.list()), default=-1) + 1 if step is None else step
+            while not (partial := LocalPartial.locked(self.directory, step)):
+                pass
+            return partial
+        except OSError as error:
+            raise CheckpointError(f"no checkpoint can be made in {self.directory}: {error.strerror}") from error
+
+    def join(self, name: str) -> LocalPartial:
+        return LocalPartial(self.directory / name, 0)
+
+    def remove(self, path: Path) -> bool:
+        if path.is_symlink():
+            return False
+        hidden = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.removed"
+        with contextlib.ExitStack() as opened:
+            with contextlib.suppress(OSError):  # there is no manifest, or there are no locks
+                lock = os.open(path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)  # NFS needs write access for locks
+                opened.callback(os.close, lock)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return False
+            path.rename(hidden)  # so that nobody sees a part of it
+        shutil.rmtree(hidden)
+        return True
+
+    def _remove_leftovers(self) -> None:
+        """Removes directories of processes that ended in the middle of a save."""
+        for path in [*self.unfinished(), *self.directory.glob(".step-*.removed")]:
+            try:
+                opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError:
+                continue
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            except OSError:
+                pass  # somebody writes to it
+            finally:
+                os.close(opened)
+
+    def files(self, path: Path) -> LocalFiles:
+        return LocalFiles(path)
+
+    def note(self, name: str) -> str:
+        with contextlib.suppress(OSError, ValueError):
+            return (self.directory / name).read_text()
+        return ""
+
+    def write_note(self, name: str, text: str) -> None:
+        make_directory(self.directory)
+        written = self.directory / f".{name}.{uuid.uuid4().hex[:8]}"
+        written.write_text(text)
+        os.replace(written, self.directory / name)
+
+
+class LocalPartial:
+    """A hidden directory, locked by the process that has made it."""
+
+    largest = float("inf")
+
+    def __init__(self, path: Path, step: int, lock: int = -1) -> None:
+        self.path, self.step, self._lock = path, step, lock
+
+    @classmethod
+    def locked(cls, directory: Path, step: int) -> LocalPartial | None:
+        """Makes a hidden directory, and locks it; ``None`` if another job has removed it before it was locked."""
+        job = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        path = directory / f".{name_of(step)}.{job}.partial"
+        path.mkdir()
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):
+            made = cls(path, step, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            try:
+                fcntl.flock(made._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if isinstance(error, BlockingIOError):
+                    made._release()
+                    raise
+            if path.exists():  # locked, or on a file system without locks, where leftovers stay
+                return made
+            made._release()
+        return None
+
+    def open(self, name: str) -> BlockWriter:
+        return BlockWriter(self.path / name)
+
+    def flush(self) -> None:
+        pass  # a file is on the disk when its writer is closed
+
+    def publish(self, manifest: bytes) -> str:
+        writer = self.open(MANIFEST)
+        try:
+            writer.write(manifest)
+            writer.close()
+        finally:
+            writer.abandon()
+        force_names(self.path)
+        name = self._rename()
+        force_names(self.path.parent)
+        self._release()
+        return name
+
+    def _rename(self) -> str:
+        directory = self.path.parent
+        numbers = [number_of(path.name) or (-1, 0) for path in LocalStorage(directory).list()]
+        made = [again for step, again in numbers if step == self.step]
+        for again in itertools.count(max(made, default=-1) + 1):  # a lower one would be older
+            name = name_of(self.step, again)
+            if not os.path.lexists(directory / name):
+                try:
+                    os.rename(self.path, directory / name)
+                    return name
+                except OSError as error:  # another job was faster
+                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                        raise
+        raise AssertionError
+
+    def discard(self) -> None:
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._release()
+
+    def _release(self) -> None:
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+
+class LocalFiles:
+    """The files of a checkpoint on a disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pin(self, owner: object) -> Callable[[], object]:
+        """Locks the manifest. The lock ends with the process."""
+        with contextlib.suppress(OSError):  # no manifest (reading it reports that), or no locks
+            file = os.open(self.path / MANIFEST, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            unpin = weakref.finalize(owner, os.close, file)
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_SH)  # waits for a save that is about to remove it
+            return unpin
+        return lambda: None
+
+    def exists(self, name: str) -> bool:
+        return (self.path / name).exists()
+
+    def read(self, name: str, most: int | None = None) -> bytes:
+        if most is None:
+            return read_regular(self.path / name)
+        with open(open_regular(self.path / name)[0], "rb") as file:
+            return file.read(most)
+
+    def size(self, name: str, expected: int) -> int | None:
+        try:
+            status = (self.path / name).stat()
+        except OSError:
+            return -1
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def open(self, name: str, file: StoredFile) -> BlockReader:
+        return BlockReader(self.path / name, *file)

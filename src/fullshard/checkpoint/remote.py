@@ -1,0 +1,283 @@
+"""Checkpoints in an object store, or in any other file system that fsspec knows.
+
+There is no rename that publishes a directory, and there are no locks. So objects are written under their final names,
+and the manifest publishes them. It is written last::
+
+    step-00000010/.writing             a lease: the save that may write here
+    step-00000010/__0_0.distcp  ...    from every rank, several at a time
+    step-00000010/.metadata            for DCP
+    step-00000010/manifest.json        from now on it is a checkpoint
+    newest.json                        its name, because listings may be late
+
+The process may end after any of them. What has no manifest and no lease is a leftover, and the next save removes it. A
+removal deletes the manifest first. A reader holds a lease, too (``.reading-*``), so that nobody removes what it reads.
+"""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import json
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache, cached_property
+
+from fullshard.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, CheckpointError, CorruptCheckpointError
+from fullshard.checkpoint.manifest import MANIFEST, METADATA, Location, StoredFile, name_of, number_of
+from fullshard.checkpoint.store import Lease, Store
+
+#: The most bytes of an object, or of a range that is read at once. How many of them travel at a time.
+_OBJECT, _AT_A_TIME = 32 << 20, 8
+_WRITING, _READING, _NOW, _NEWEST = ".writing", ".reading-", ".now-", "newest.json"
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_AT_A_TIME, "fullshard-store")
+
+
+class ObjectStorage:
+    """A directory of checkpoints in a store."""
+
+    is_slow = True
+
+    def __init__(self, directory: Location) -> None:
+        self.directory, self._store = directory, Store(directory)
+
+    def list(self) -> list[Location]:
+        if number_of(self.directory.name):
+            return [self.directory] if ObjectFiles(self.directory).is_published() else []
+        names = {name for name in self._store.list() if number_of(name)}
+        with suppress(ValueError, TypeError, KeyError):
+            newest = json.loads(self._store.get(_NEWEST) or b"")["newest"]
+            names |= {newest} if number_of(newest) else set()
+        paths = [self.directory / name for name in sorted(names, key=lambda name: number_of(name) or (), reverse=True)]
+        if not paths and ObjectFiles(self.directory).is_published():
+            return [self.directory]
+        return [path for path in paths if ObjectFiles(path).is_published()]
+
+    def unfinished(self) -> builtins.list[Location]:
+        paths = [self.directory / name for name in sorted(filter(number_of, self._store.list()))]
+        return [path for path in paths if not ObjectFiles(path).is_published()]
+
+    def begin(self, step: int | None) -> ObjectPartial:
+        self._remove_leftovers()
+        numbers = [number for path in self.list() if (number := number_of(path.name))]
+        step = max(numbers, default=(-1, 0))[0] + 1 if step is None else step
+        first = max((again for at, again in numbers if at == step), default=-1) + 1
+        for again in itertools.count(first):
+            path = self.directory / name_of(step, again)
+            if lease := Lease.taken(Store(path), _WRITING):
+                if not ObjectFiles(path).is_published():
+                    return ObjectPartial(path, step, lease)
+                lease.release()
+        raise AssertionError
+
+    def join(self, name: str) -> ObjectPartial:
+        return ObjectPartial(self.directory / name, 0)
+
+    def remove(self, path: Location) -> bool:
+        store = Store(path)
+        manifest = {name: store.get(name) for name in (MANIFEST, METADATA)}
+        if self._is_pinned(store):
+            return False
+        store.delete(manifest)
+        if self._is_pinned(store):  # a reader may have come in between
+            for name, data in reversed(manifest.items()):
+                if data is not None:
+                    store.put(name, data)
+            return False
+        _delete_all(store)
+        return True
+
+    def _is_pinned(self, store: Store) -> bool:
+        return any(not _is_over(store, name) for name in store.list() if name.startswith(_READING))
+
+    def _remove_leftovers(self) -> None:
+        """Removes what saves, removals and readers have left that were interrupted."""
+        for name in filter(number_of, self._store.list()):
+            store = Store(self.directory / name)
+            leases = [each for each in store.list() if each.startswith((_WRITING, _READING, _NOW))]
+            store.delete([each for each in leases if _is_over(store, each)])
+            # In this order: a save publishes first, and then releases its lease.
+            if store.exists(_WRITING) or ObjectFiles(self.directory / name).is_published():
+                continue
+            if lease := Lease.taken(store, _WRITING):  # so that no save begins here now
+                _delete_all(store)
+                lease.release()
+
+    def files(self, path: Location) -> ObjectFiles:
+        return ObjectFiles(path)
+
+    def note(self, name: str) -> str:
+        return (self._store.get(name) or b"").decode(errors="replace")
+
+    def write_note(self, name: str, text: str) -> None:
+        self._store.put(name, text.encode())
+
+
+def _is_over(store: Store, name: str) -> bool:
+    """Whether nobody holds a lease of this name any more."""
+    return Lease(store, f"{_NOW}{uuid.uuid4().hex[:8]}").is_over(name)
+
+
+def _delete_all(store: Store) -> None:
+    """Deletes all objects but the lease of the save, under whose protection this is done."""
+    deque(_threads().map(lambda name: store.delete([name]), store.sizes().keys() - {_WRITING}), maxlen=0)
+
+
+class ObjectPartial:
+    """A checkpoint whose objects are being written."""
+
+    largest = float(_OBJECT)
+
+    def __init__(self, path: Location, step: int, lease: Lease | None = None) -> None:
+        self.path, self.step = path, step
+        self._store, self._lease = Store(path), lease
+        self._under_way: deque[Future[None]] = deque()
+
+    def open(self, name: str) -> BlockWriter:
+        while len(self._under_way) >= _AT_A_TIME:
+            self._under_way.popleft().result()
+        return _ObjectWriter(self.path / name, lambda data: self._put(name, data))
+
+    def _put(self, name: str, data: bytearray) -> None:
+        self._under_way.append(_threads().submit(self._store.put, name, data))
+
+    def flush(self) -> None:
+        while self._under_way:
+            self._under_way.popleft().result()
+
+    def publish(self, manifest: bytes) -> str:
+        if self._lease is None or not self._lease.is_held() or not self._store.create(MANIFEST, manifest):
+            raise CheckpointError(f"{self.path} was taken over by another job: this one did not answer for minutes")
+        lease, self._lease = self._lease, None  # from now on there is nothing to discard
+        Store(self.path.parent).put(_NEWEST, json.dumps({"newest": self.path.name}).encode())
+        lease.release()
+        return str(self.path.name)
+
+    def discard(self) -> None:
+        for each in self._under_way:
+            each.cancel()
+        with suppress(CheckpointError):  # then the next save removes the rest
+            if self._lease is not None and self._lease.is_held():
+                _delete_all(self._store)
+                self._lease.release()
+
+
+class ObjectFiles:
+    """The objects of a checkpoint."""
+
+    def __init__(self, path: Location) -> None:
+        self.path, self._store = path, Store(path)
+
+    def is_published(self) -> bool:
+        """Whether it has a manifest, or is a checkpoint that DCP wrote."""
+        return self.exists(MANIFEST) or (not number_of(self.path.name) and self.exists(METADATA))
+
+    def pin(self, owner: object) -> Callable[[], object]:
+        with suppress(Exception):  # a store that cannot be written to
+            if lease := Lease.taken(self._store, f"{_READING}{uuid.uuid4().hex}"):
+                return weakref.finalize(owner, lease.release)
+        return lambda: None
+
+    def exists(self, name: str) -> bool:
+        return self._store.exists(name)
+
+    def read(self, name: str, most: int | None = None) -> bytes:
+        data = self._store.get(name, 0 if most else None, most)
+        if data is None:
+            raise CorruptCheckpointError(f"{self.path / name} cannot be read: there is no such object")
+        return data
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return self._store.sizes()
+
+    def size(self, name: str, expected: int) -> int | None:
+        listed = self._sizes.get(name)
+        return listed if listed == expected else self._store.size(name)  # a listing may be late
+
+    def open(self, name: str, file: StoredFile) -> BlockReader:
+        return _ObjectReader(self._store, name, self.path / name, file)
+
+
+class _ObjectWriter(BlockWriter):
+    """Collects an object in memory, and gives it away when it is closed."""
+
+    def _open(self, path: Location) -> None:
+        self._data = bytearray()
+
+    def __init__(self, path: Location, put: Callable[[bytearray], None]) -> None:
+        super().__init__(path)
+        self._put = put
+
+    def _append(self, part: memoryview) -> int:
+        self._data += part
+        return len(part)
+
+    def _start_writing(self) -> None:
+        pass
+
+    def _finish(self) -> None:
+        self._put(self._data)
+
+    def abandon(self) -> None:
+        self._data = bytearray()
+
+
+class _ObjectReader(BlockReader):
+    """Reads ranges of an object. Those passed to :meth:`prefetch` are read ahead, several at a time."""
+
+    reads_ahead = True
+
+    def __init__(self, store: Store, name: str, path: Location, file: StoredFile) -> None:
+        self._store, self._name = store, name
+        self._ranges: deque[tuple[int, int]] = deque()  # first and last byte of what is read next
+        self._ahead: deque[tuple[int, int, Future[bytes | None]]] = deque()
+        super().__init__(path, *file)
+
+    def _open(self, path: Location) -> int:
+        return self._store.size(self._name)
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        blocks = sorted({block for start, end in ranges for block in range(start // BLOCK, -(-end // BLOCK))})
+        self._ranges.clear()
+        for block in blocks:
+            start, end = block * BLOCK, min((block + 1) * BLOCK, self.size)
+            if self._ranges and self._ranges[-1][1] == start and end - self._ranges[-1][0] <= _OBJECT:
+                start, _ = self._ranges.pop()
+            self._ranges.append((start, end))
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        while self._ranges and len(self._ahead) < _AT_A_TIME:
+            start, end = self._ranges.popleft()
+            self._ahead.append((start, end, _threads().submit(self._store.get, self._name, start, end)))
+
+    def _fill(self, block: memoryview, start: int) -> int:
+        while self._ahead and self._ahead[0][1] <= start:
+            self._ahead.popleft()
+        self._read_ahead()
+        first, data = start, None
+        if self._ahead and self._ahead[0][0] <= start:
+            first, _, future = self._ahead[0]
+            data = future.result()
+        else:
+            data = self._store.get(self._name, start, start + len(block))
+        part = (data or b"")[start - first : start - first + len(block)]
+        block[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        for *_, future in self._ahead:
+            future.cancel()
+        self._ahead.clear()
+        self._ranges.clear()
+
+
+__all__ = ["ObjectFiles", "ObjectPartial", "ObjectStorage"]

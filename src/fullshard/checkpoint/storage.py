@@ -1,0 +1,140 @@
+"""Where checkpoints are kept: the narrow interface between checkpoints and a disk or an object store.
+
+A *storage* is one directory of checkpoints. There are two: :mod:`fullshard.checkpoint.local` for directories of the
+operating system, and :mod:`fullshard.checkpoint.remote` for object stores and everything else that fsspec knows. Both
+promise the same: what :meth:`Storage.list` returns was published whole, whatever happened to the processes that wrote.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from fullshard.checkpoint.blocks import BlockReader, BlockWriter
+from fullshard.checkpoint.manifest import Location, StoredFile
+
+
+def located(directory: str | os.PathLike[str] | Any) -> Location:
+    """A directory as a path: a ``Path``, or a ``UPath`` if it is a URL such as ``s3://bucket/run``.
+
+    Raises:
+        ImportError: it is a URL, and universal_pathlib is not installed.
+    """
+    if isinstance(directory, Path) or hasattr(directory, "fs"):
+        return directory
+    text = os.fspath(directory)
+    if text.startswith("file://"):
+        return Path(text.removeprefix("file://"))
+    if "://" not in text:
+        return Path(text)
+    try:
+        from upath import UPath
+    except ImportError as error:
+        raise ImportError(f"{text} needs the package universal_pathlib: pip install 'fullshard[storage]'") from error
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "UPath .* not explicitly implemented")  # its default does
+        return UPath(text)
+
+
+class Partial(Protocol):
+    """A checkpoint that is being written. Nobody else sees it until it is published.
+
+    Attributes:
+        path: where its files are.
+        step: its step.
+        largest: the largest size of a file in bytes, if files can be split.
+    """
+
+    path: Location
+    step: int
+    largest: float
+
+    def open(self, name: str) -> BlockWriter:
+        """Begins a new file. Raises FileNotFoundError if this host does not see :attr:`path`."""
+
+    def flush(self) -> None:
+        """Waits until all files that this process has closed are kept."""
+
+    def publish(self, manifest: bytes) -> str:
+        """Writes the manifest, and makes the checkpoint visible, in one step. Returns its name. The first rank calls
+        it when the files of all ranks are kept."""
+
+    def discard(self) -> None:
+        """Removes it, unless it was published. Any process may call it at any time, also twice."""
+
+
+class Files(Protocol):
+    """The files of a published checkpoint."""
+
+    def pin(self, owner: object) -> Callable[[], object]:
+        """Keeps the checkpoint from being removed while ``owner`` lives, until the returned function is called, or
+        until this process ends. Does nothing if the storage cannot do that."""
+
+    def exists(self, name: str) -> bool:
+        """Whether there is a file."""
+
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """A file, or its first bytes. Raises CorruptCheckpointError if there is none."""
+
+    def size(self, name: str, expected: int) -> int | None:
+        """The size of a file; -1 if there is none; ``None`` if it is not a regular file. It is certain where it is not
+        the one that is expected."""
+
+    def open(self, name: str, file: StoredFile) -> BlockReader:
+        """Opens a file, to read parts of it."""
+
+
+class Storage(Protocol):
+    """One directory of checkpoints.
+
+    Attributes:
+        is_slow: whether a save in the background should begin there, because each request takes milliseconds.
+    """
+
+    directory: Location
+    is_slow: bool
+
+    def list(self) -> list[Location]:
+        """The published checkpoints, the newest first."""
+
+    def unfinished(self) -> builtins.list[Location]:
+        """What saves write now, or have left when they were interrupted."""
+
+    def begin(self, step: int | None) -> Partial:
+        """Begins a checkpoint of a step (``None``: the next one). Raises CheckpointError if it cannot. It first removes
+        what saves that were interrupted have left."""
+
+    def join(self, name: str) -> Partial:
+        """The checkpoint that another rank has begun, for the files of this rank. ``name`` is that of its path."""
+
+    def remove(self, path: Location) -> bool:
+        """Removes a checkpoint, unless it is pinned. Returns whether it did."""
+
+    def files(self, path: Location) -> Files:
+        """The files of a checkpoint."""
+
+    def note(self, name: str) -> str:
+        """The text of a file beside the checkpoints; empty if there is none."""
+
+    def write_note(self, name: str, text: str) -> None:
+        """Writes such a file, in one step."""
+
+
+def storage_of(directory: Location) -> Storage:
+    """The storage of a directory of checkpoints."""
+    if isinstance(directory, Path):
+        from fullshard.checkpoint.local import LocalStorage
+
+        return LocalStorage(directory)
+    from fullshard.checkpoint.remote import ObjectStorage
+
+    return ObjectStorage(directory)
+
+
+def files_of(path: Location) -> Files:
+    """The files of a checkpoint."""
+    return storage_of(path.parent).files(path)

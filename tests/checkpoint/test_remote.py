@@ -1,0 +1,276 @@
+"""Checkpoints in object stores: published whole or not at all, whatever fails, and read in parallel ranges."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard import checkpoint
+from fullshard.checkpoint import Checkpoint, CheckpointError, remote, store
+from fullshard.checkpoint.storage import located
+from fullshard.cli import main
+from fullshard.comm.local_ranks import host_id
+from tests.checkpoint.stores import HOOKS, LOG, faults, s3_bucket
+from tests.harness import World, ranks
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "PAUSES", (0.001,) * 5)
+    LOG.clear()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"faulty://{tmp_path}/run"
+
+
+def model_of(step: int) -> nn.Module:
+    torch.manual_seed(step)
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+
+
+def saved(url: str, *steps: int, **options: Any) -> None:
+    for step in steps:
+        checkpoint.save(url, model_of(step), step=step, **options)
+
+
+def loaded(url: str) -> int | None:
+    """The step that is loaded; asserts that its values are those that were saved."""
+    model = model_of(-1)
+    state = checkpoint.load(url, model)
+    if state is None:
+        return None
+    expected = model_of(state["step"]).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    return int(state["step"])
+
+
+def objects(url: str) -> list[str]:
+    root = Path(located(url).path)
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def test_what_is_saved_is_listed_and_loaded(url: str) -> None:
+    assert checkpoint.load(url, model_of(0)) is None
+    saved(url, 1, 2, 3, keep_last=2)
+    assert [path.name for path in checkpoint.list_checkpoints(url)] == ["step-00000003", "step-00000002"]
+    assert loaded(url) == 3
+    assert loaded(f"{url}/step-00000002") == 2
+    names = ["newest.json"]
+    names += [
+        f"step-0000000{step}/{name}" for step in (2, 3) for name in (".metadata", "__0_0.distcp", "manifest.json")
+    ]
+    assert objects(url) == names
+
+
+def test_a_large_rank_writes_several_objects_and_large_tensors_are_split(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote.ObjectPartial, "largest", 4096.0)
+    saved(url, 1)
+    assert len([name for name in objects(url) if name.endswith(".distcp")]) >= 64 * 64 * 4 // 4096
+    assert loaded(url) == 1
+
+
+def test_torch_reads_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote.ObjectPartial, "largest", 4096.0)
+    saved(url, 1)
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    found = {"model": model_of(-1).state_dict()}
+    dcp.load(found, storage_reader=FsspecReader(f"{url}/step-00000001"), no_dist=True)
+    for name, value in model_of(1).state_dict().items():
+        assert torch.equal(found["model"][name], value)
+
+
+def test_a_second_save_of_a_step_is_newer(url: str) -> None:
+    saved(url, 1, 1)
+    assert [path.name for path in checkpoint.list_checkpoints(url)] == ["step-00000001.1", "step-00000001"]
+
+
+@pytest.mark.parametrize("kind", ["put", "get", "list", "info", "delete"])
+def test_requests_that_fail_are_repeated(url: str, kind: str) -> None:
+    failed: dict[str, int] = {}
+
+    def fail_twice(request: str, path: str) -> None:
+        if request == kind and failed.setdefault(path, 0) < 2:
+            failed[path] += 1
+            raise ConnectionResetError(f"{kind} failed")
+
+    HOOKS.append(fail_twice)
+    try:
+        saved(url, 1, 2, keep_last=1)
+        assert loaded(url) == 2
+    finally:
+        HOOKS.clear()
+    assert failed
+    assert [path.name for path in checkpoint.list_checkpoints(url)] == ["step-00000002"]
+
+
+def test_a_store_that_is_out_of_reach_is_not_an_empty_one(url: str) -> None:
+    """Otherwise a training would begin anew, or go on from an older checkpoint."""
+    saved(url, 1, 2)
+    with faults(fail=1.0):
+        with pytest.raises(CheckpointError, match="the store failed 6 times: ConnectionResetError"):
+            loaded(url)
+        with pytest.raises(CheckpointError, match="the store failed 6 times"):
+            saved(url, 3)
+    assert loaded(url) == 2
+
+
+def test_late_listings_do_not_hide_the_newest(url: str) -> None:
+    saved(url, 1, 2)
+    with faults(listing_lag=3600.0):
+        assert loaded(url) == 2
+
+
+def test_a_lost_answer_to_the_last_request_is_no_failure(url: str) -> None:
+    with faults(lost_answer=0.3):
+        saved(url, 1, 2, 3)
+    assert loaded(url) == 3
+    assert len(checkpoint.list_checkpoints(url)) == 3
+
+
+def test_what_is_read_is_not_removed(url: str) -> None:
+    saved(url, 1)
+    with Checkpoint(f"{url}/step-00000001") as first:
+        saved(url, 2, keep_last=1)
+        assert torch.equal(first.tensor("model.0.weight"), model_of(1).state_dict()["0.weight"])
+    saved(url, 3, keep_last=1)
+    assert [path.name for path in checkpoint.list_checkpoints(url)] == ["step-00000003"]
+
+
+def test_a_save_whose_objects_another_job_has_removed_is_not_published(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a pause of this process that is longer than its lease."""
+    saved(url, 1)
+
+    def take_over(request: str, path: str) -> None:
+        if request == "put" and path.endswith(".metadata"):
+            HOOKS.clear()
+            lease = Path(path).parent / ".writing"
+            lease.write_text('{"host": "another", "process": 1, "started": "", "lease": "x"}')
+
+    HOOKS.append(take_over)
+    with pytest.raises(CheckpointError, match="taken over by another job"):
+        saved(url, 2)
+    assert loaded(url) == 1
+    assert "step-00000002/.writing" in objects(url)
+    assert main(["checkpoint", "list", url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["step-00000001", "step-00000002"]
+    assert lines[3].endswith("not finished")
+
+
+def test_leases_of_processes_that_ended_are_removed(url: str) -> None:
+    saved(url, 1)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for name in (".writing", ".reading-x", ".now-y"):
+        lease = {"host": host_id(), "process": ended.pid, "started": "1", "lease": "x"}
+        (Path(located(url).path) / "step-00000001" / name).write_text(json.dumps(lease))
+    saved(url, 2)
+    assert not [name for name in objects(url) if "/.w" in name or "/.r" in name or "/.n" in name]
+
+
+def test_a_flipped_bit_is_found(url: str) -> None:
+    saved(url, 1, 2)
+    file = Path(located(url).path) / "step-00000002" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.warns(UserWarning, match="step-00000002 is skipped, because it is not whole"):
+        assert loaded(url) == 1
+
+
+KILLED = """
+import os, sys
+from tests.checkpoint import stores
+from tests.checkpoint.test_remote import saved
+count = 0
+def kill(kind, path):
+    global count
+    count += 1
+    if count == int(sys.argv[2]):
+        os.kill(os.getpid(), 9)
+saved(sys.argv[1], 1)
+stores.HOOKS.append(kill)
+saved(sys.argv[1], 2, keep_last=1)
+print(count)
+"""
+
+
+def _run(url: str, at: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", KILLED, url, str(at)], capture_output=True, text=True, timeout=120)
+
+
+def _whole_after_kill(url: str, at: int) -> bool:
+    """Kills a save at a request. Asserts that the older or the newer checkpoint is whole, and that the next save leaves
+    nothing else. Returns whether the save was killed."""
+    done = _run(url, at)
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    assert loaded(url) in (1, 2)
+    saved(url, 3, keep_last=1)
+    assert loaded(url) == 3
+    names = [f"step-00000003/{name}" for name in (".metadata", "__0_0.distcp", "manifest.json")]
+    assert objects(url) == ["newest.json", *names]
+    return done.returncode != 0
+
+
+def test_a_killed_save_leaves_the_older_or_the_newer_one_whole(tmp_path: Path) -> None:
+    for at in (3, 9, 14, 18, 22):
+        assert _whole_after_kill(f"faulty://{tmp_path}/{at}", at)
+
+
+@pytest.mark.slow
+def test_wherever_a_save_is_killed(tmp_path: Path) -> None:
+    at = 1
+    while _whole_after_kill(f"faulty://{tmp_path}/{at}", at):
+        at += 1
+    assert at > 20
+
+
+@ranks(2)
+def test_ranks_save_and_load_a_sharded_model(world: World, tmp_path: Path) -> None:
+    import fullshard
+
+    url = f"faulty://{tmp_path}/run"
+    model = fullshard.fully_shard(model_of(1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    for step, wait in ((1, True), (2, False)):
+        checkpoint.save(url, model, optimizer, step=step, wait=wait, state={"seen": 10 * step + world.rank})
+    assert str(checkpoint.wait_until_finished()).endswith("step-00000002")
+    other = fullshard.fully_shard(model_of(2))
+    again = torch.optim.AdamW(other.parameters())
+    state = checkpoint.load(url, other, again)
+    assert state == {"step": 2, "seen": 20 + world.rank}
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), theirs.to_local())  # type: ignore[attr-defined]
+
+
+def test_an_s3_server_keeps_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote.ObjectPartial, "largest", 4096.0)
+    with s3_bucket() as bucket:
+        url = f"{bucket}/run"
+        saved(url, 1, 2, 2, 3, keep_last=2)
+        assert [path.name for path in checkpoint.list_checkpoints(url)] == ["step-00000003", "step-00000002.1"]
+        assert loaded(url) == 3
+        with Checkpoint(f"{url}/step-00000003") as found:
+            assert list(found.verify()) == []
+            saved(url, 4, keep_last=1)
+            assert torch.equal(found.tensor("model.0.weight"), model_of(3).state_dict()["0.weight"])
+        assert main(["checkpoint", "verify", url]) == 0
+        assert main(["checkpoint", "list", url]) == 0
