@@ -57,7 +57,8 @@ def loaded(url: str) -> int | None:
 
 def objects(url: str) -> list[str]:
     root = Path(located(url).path)
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    files = (path for path in root.rglob("*") if path.is_file() and path.suffix != ".put")  # uploads that were killed
+    return sorted(str(path.relative_to(root)) for path in files)
 
 
 def test_what_is_saved_is_listed_and_loaded(url: str) -> None:
