@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,24 @@ def test_what_cannot_be_removed_is_told_and_the_next_is_removed(
     with pytest.warns(UserWarning, match=f"{first} could not be removed: Operation not permitted"):
         remove_older(tmp_path, newest.name, [LatestN(1)])
     assert left(tmp_path) == [1, 3]
+
+
+def test_a_save_below_a_step_that_remains_warns_once(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    text = f"step 5 is saved, but {tmp_path} has step 10, which a resumed run would load"
+    checkpoint.save(tmp_path, model, step=10)
+    with pytest.warns(UserWarning, match=text):
+        checkpoint.save(tmp_path, model, step=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save(tmp_path, model, step=6)
+
+
+def test_a_newer_step_that_is_not_whole_is_no_reason_to_warn(tmp_path: Path) -> None:
+    *_, broken = saved(tmp_path, 4)
+    next(broken.glob("*.distcp")).unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save(tmp_path, nn.Linear(2, 2), step=3, keep_last=1)
+    with pytest.warns(UserWarning, match=f"step 2 is saved, but {tmp_path} has step 3, which"):
+        checkpoint.save(tmp_path, nn.Linear(2, 2), step=2)

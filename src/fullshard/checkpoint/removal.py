@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError
@@ -12,9 +12,15 @@ from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.storage import Location, storage_of
 from fullshard.policies import warn
 
+#: The directories for which this process has warned that an older step was saved.
+_WARNED = set[str]()
+
 
 def remove_older(directory: Location, name: str, keep: Sequence[PreservationPolicy], replicas: bool = False) -> None:
-    """Removes checkpoints that are whole, older than the one with this ``name``, and kept by no policy.
+    """Removes checkpoints that are whole, older than the one with this ``name``, and kept by no policy. Without
+    policies, all stay.
+
+    It warns once per directory if a checkpoint of a higher step remains, because a resumed run would load that.
 
     Replicas take memory. So with ``replicas``, it also removes replicas with higher numbers, which training has gone
     back from, and those whose manifest cannot be read.
@@ -26,6 +32,10 @@ def remove_older(directory: Location, name: str, keep: Sequence[PreservationPoli
         paths = storage.list()
         newer = [path for path in paths if (number_of(path.name) or made) > made]
         older = paths[len(newer) :]
+        if not replicas:
+            _warn_of_newer(directory, made[0], newer)
+        if not keep:
+            return
         reasons = reasons_to_stay(older, keep, whole=not replicas)
     except Exception as error:  # also of a user's policy
         warn(f"no checkpoint in {directory} was removed: {_text(error)}")
@@ -60,6 +70,20 @@ def reasons_to_stay(
         for stays, each in zip(stay, reasons.values(), strict=True):
             each += [str(policy)] if stays else []
     return reasons
+
+
+def _warn_of_newer(directory: Location, step: int, newer: Iterable[Location]) -> None:
+    if f"{directory}" in _WARNED:
+        return
+    for path in newer:
+        with suppress(CorruptCheckpointError), Checkpoint(path) as saved:
+            if saved.manifest.step > step:
+                _WARNED.add(f"{directory}")
+                warn(
+                    f"step {step} is saved, but {directory} has step {saved.manifest.step}, which a resumed run would "
+                    f"load"
+                )
+            return  # a load takes the newest that is whole
 
 
 def _text(error: Exception) -> str:

@@ -374,7 +374,7 @@ class _Writing:
             name = self.partial.publish(encode(manifest, _Last.contents))
         except OSError as error:
             raise CheckpointError(f"{self.partial.path} could not be completed: {error.strerror}") from error
-        if self.keep and self.hosts is None:
+        if self.hosts is None:
             remove_older(self.directory, name, self.keep)
         return name
 
