@@ -15,7 +15,13 @@ from fullshard.policies import warn
 
 
 class CheckpointInfo(NamedTuple):
-    """What a policy knows of a checkpoint. ``time`` is in UTC; it is ``None`` if an older version did not store it."""
+    """What a policy knows of a checkpoint.
+
+    Attributes:
+        step: its step.
+        time: when it was saved, in UTC; ``None`` if an older version saved it.
+        metrics: the metrics that were given to :func:`save`.
+    """
 
     step: int
     time: datetime | None

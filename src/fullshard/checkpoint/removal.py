@@ -81,7 +81,7 @@ def _warn_of_newer(directory: Location, step: int, newer: Iterable[Location]) ->
                 _WARNED.add(f"{directory}")
                 warn(
                     f"step {step} is saved, but {directory} has step {saved.manifest.step}, which a resumed run would "
-                    f"load"
+                    "load"
                 )
             return  # a load takes the newest that is whole
 
