@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def loaded(url: str) -> int | None:
 
 def objects(url: str) -> list[str]:
     root = Path(located(url).path)
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    files = (path for path in root.rglob("*") if path.is_file() and path.suffix != ".put")  # uploads that were killed
+    return sorted(str(path.relative_to(root)) for path in files)
 
 
 def test_what_is_saved_is_listed_and_loaded(url: str) -> None:
@@ -79,6 +81,36 @@ def test_a_large_rank_writes_several_objects_and_large_tensors_are_split(
     saved(url, 1)
     assert len([name for name in objects(url) if name.endswith(".distcp")]) >= 64 * 64 * 4 // 4096
     assert loaded(url) == 1
+
+
+def test_objects_are_read_several_at_a_time_and_not_kept(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote.ObjectPartial, "largest", 4096.0)
+    saved(url, 1)
+    together = threading.Barrier(4)  # broken if fewer requests are under way
+    first = [f"__0_{number}.distcp" for number in range(4)]
+
+    def meet(request: str, path: str) -> None:
+        if request == "get" and Path(path).name in first:
+            first.remove(Path(path).name)
+            together.wait(timeout=10)
+
+    HOOKS.append(meet)
+    model = model_of(-1)
+    try:
+        with Checkpoint(f"{url}/step-00000001") as found:
+            found.read((name, value.shape, (0,) * value.dim(), value) for name, value in named(model))
+            readers = [each for each in found._readers.values() if isinstance(each, remote._ObjectReader)]
+            assert len(readers) > 4
+            assert not any(each._ahead or each._ranges for each in readers)
+    finally:
+        HOOKS.clear()
+    assert (first, together.broken) == ([], False)
+    expected = model_of(1).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(f"model.{name}", value) for name, value in model.state_dict().items()]
 
 
 def test_torch_reads_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

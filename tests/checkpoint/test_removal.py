@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 from fullshard import checkpoint
-from fullshard.checkpoint import Checkpoint
+from fullshard.checkpoint import Checkpoint, LatestN
 from fullshard.checkpoint.manifest import name_of
 from fullshard.checkpoint.removal import remove_older
 
@@ -33,7 +34,7 @@ def test_the_newest_are_kept_and_newer_ones_are_not_touched(
     tmp_path: Path, of: int, keep: int, steps: list[int]
 ) -> None:
     saved(tmp_path, 4)
-    remove_older(tmp_path, name_of(of), keep)
+    remove_older(tmp_path, name_of(of), [LatestN(keep)])
     assert left(tmp_path) == steps
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
@@ -41,23 +42,23 @@ def test_the_newest_are_kept_and_newer_ones_are_not_touched(
 def test_what_is_read_stays_until_it_is_closed(tmp_path: Path) -> None:
     first, *_ = saved(tmp_path, 3)
     with Checkpoint(first):
-        remove_older(tmp_path, name_of(3), 1)
+        remove_older(tmp_path, name_of(3), [LatestN(1)])
         assert left(tmp_path) == [1, 3]
-    remove_older(tmp_path, name_of(3), 1)
+    remove_older(tmp_path, name_of(3), [LatestN(1)])
     assert left(tmp_path) == [3]
 
 
 def test_what_is_not_whole_is_no_checkpoint_that_is_kept_and_stays(tmp_path: Path) -> None:
     _, broken, *_ = saved(tmp_path, 4)
     next(broken.glob("*.distcp")).unlink()
-    remove_older(tmp_path, name_of(4), 2)
+    remove_older(tmp_path, name_of(4), [LatestN(2)])
     assert left(tmp_path) == [2, 3, 4]
 
 
 def test_replicas_that_are_newer_or_not_whole_are_removed_too(tmp_path: Path) -> None:
     _, broken, *_ = saved(tmp_path, 5)
     next(broken.glob("*.distcp")).unlink()
-    remove_older(tmp_path, name_of(4), 2, replicas=True)
+    remove_older(tmp_path, name_of(4), [LatestN(2)], replicas=True)
     assert left(tmp_path) == [3, 4]
 
 
@@ -65,7 +66,7 @@ def test_a_link_is_not_removed(tmp_path: Path) -> None:
     first, second = saved(tmp_path, 2)
     first.rename(tmp_path / "elsewhere")
     first.symlink_to(tmp_path / "elsewhere")
-    remove_older(tmp_path, second.name, 1)
+    remove_older(tmp_path, second.name, [LatestN(1)])
     assert left(tmp_path) == [1, 2]
 
 
@@ -82,5 +83,26 @@ def test_what_cannot_be_removed_is_told_and_the_next_is_removed(
 
     monkeypatch.setattr(Path, "rename", refuse)
     with pytest.warns(UserWarning, match=f"{first} could not be removed: Operation not permitted"):
-        remove_older(tmp_path, newest.name, 1)
+        remove_older(tmp_path, newest.name, [LatestN(1)])
     assert left(tmp_path) == [1, 3]
+
+
+def test_a_save_below_a_step_that_remains_warns_once(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    text = f"step 5 is saved, but {tmp_path} has step 10, which a resumed run would load"
+    checkpoint.save(tmp_path, model, step=10)
+    with pytest.warns(UserWarning, match=text):
+        checkpoint.save(tmp_path, model, step=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save(tmp_path, model, step=6)
+
+
+def test_a_newer_step_that_is_not_whole_is_no_reason_to_warn(tmp_path: Path) -> None:
+    *_, broken = saved(tmp_path, 4)
+    next(broken.glob("*.distcp")).unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save(tmp_path, nn.Linear(2, 2), step=3, keep_last=1)
+    with pytest.warns(UserWarning, match=f"step 2 is saved, but {tmp_path} has step 3, which"):
+        checkpoint.save(tmp_path, nn.Linear(2, 2), step=2)

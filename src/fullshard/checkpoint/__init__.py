@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard._renamed import renamed
 from fullshard.checkpoint.background import wait_until_finished
 from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError
+from fullshard.checkpoint.keep import BestN, CheckpointInfo, EveryNSteps, LatestN, NewerThan, PreservationPolicy
 from fullshard.checkpoint.load import load
 from fullshard.checkpoint.preemption import PreemptionHandler
 from fullshard.checkpoint.pretrained import load_pretrained
@@ -16,10 +17,16 @@ from fullshard.checkpoint.replicas import forget_replicas
 from fullshard.checkpoint.save import save
 
 __all__ = [
+    "BestN",
     "Checkpoint",
     "CheckpointError",
+    "CheckpointInfo",
     "CorruptCheckpointError",
+    "EveryNSteps",
+    "LatestN",
+    "NewerThan",
     "PreemptionHandler",
+    "PreservationPolicy",
     "forget_replicas",
     "latest",
     "list_checkpoints",

@@ -226,7 +226,8 @@ class BlockReader:
     """Reads a file. If checksums are known, checks each block of which it reads a part. Raises CorruptCheckpointError
     if the file is missing or does not have ``size`` bytes, or if a checksum is wrong."""
 
-    _file, reads_ahead = -1, False
+    _file = -1
+    files_ahead = 0  # how many files to prefetch at a time, this one among them
 
     def __init__(self, path: Path, size: int, checksums: Sequence[str] | None) -> None:
         self.path, self.size, self._checksums = path, size, checksums

@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from itertools import count, pairwise, repeat
 from operator import add, gt
 from pathlib import Path
@@ -158,6 +159,8 @@ class Manifest:
         objects: other values, by name.
         state: for each name that was given to ``save``, the number of the value that each rank has.
         paths: for a checkpoint of DCP, the keys that lead to each name in the nested state dict.
+        time: when it was saved, in UTC; ``None`` if an older version saved it.
+        metrics: the metrics that were given to ``save``.
         binding: for an in-memory replica, the training it belongs to, see :mod:`fullshard.checkpoint.replicas`.
     """
 
@@ -171,6 +174,8 @@ class Manifest:
     state: dict[str, list[int]] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     binding: dict[str, str] = field(default_factory=dict)
+    time: datetime | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def is_checkpoint(path: Location) -> bool:
@@ -231,6 +236,11 @@ def encode(manifest: Manifest, contents: bytes) -> bytes:
             "block": BLOCK,
             "files": {name: [file.size, file.checksums] for name, file in manifest.files.items()},
             "state": manifest.state,
+            # JSON has no NaN
+            "metrics": {
+                name: value if math.isfinite(value) else str(value) for name, value in manifest.metrics.items()
+            },
+            **({"time": manifest.time.isoformat()} if manifest.time else {}),
             **({"near": manifest.binding} if manifest.binding else {}),
         },
         separators=(",", ":"),
@@ -261,6 +271,8 @@ def decode(data: bytes, path: Path) -> Manifest:
         )
         manifest.files = {name: StoredFile(size, [*sums]) for name, (size, sums) in fields["files"].items()}
         manifest.binding = {key: str(value) for key, value in fields.get("near", {}).items()}
+        manifest.time = datetime.fromisoformat(fields["time"]).astimezone(UTC) if "time" in fields else None
+        manifest.metrics = {name: float(value) for name, value in fields.get("metrics", {}).items()}
         manifest.objects = {name: Stored(files[number], *run) for name, (number, *run) in fields["objects"].items()}
         manifest.tensors = _tensors(manifest, fields, path)
         for name, numbers in manifest.state.items():

@@ -251,11 +251,14 @@ class Checkpoint:
                 piece = kind.piece(number, at)
                 reads.setdefault(piece.file, []).append((piece.start, name, into, (piece, offsets)))
         try:
-            for file in sorted(reads):
-                reader, runs = self._reader(file), sorted(reads[file], key=operator.itemgetter(0))
-                if reader.reads_ahead:
-                    reader.prefetch(self._range(*run) for run in runs)
-                for start, name, into, part in runs:
+            ahead = set[str]()
+            for number, file in enumerate(files := sorted(reads)):
+                reader = self._reader(file)
+                for each in files[number : number + reader.files_ahead]:
+                    if each not in ahead:
+                        self._reader(each).prefetch(self._range(*run) for run in reads[each])
+                        ahead.add(each)
+                for start, name, into, part in sorted(reads[file], key=operator.itemgetter(0)):
                     if part is None:
                         reader.read_to(into, start)
                     else:

@@ -198,12 +198,12 @@ class ObjectFiles:
     def _sizes(self) -> dict[str, int]:
         return self._store.sizes()
 
-    def size(self, name: str, expected: int) -> int | None:
+    def size(self, name: str, expected: int) -> int:
         listed = self._sizes.get(name)
         return listed if listed == expected else self._store.size(name)  # a listing may be late
 
     def open(self, name: str, file: StoredFile) -> BlockReader:
-        return _ObjectReader(self._store, name, self.path / name, file)
+        return _ObjectReader(self, self._store, name, file)
 
 
 class _ObjectWriter(BlockWriter):
@@ -233,23 +233,22 @@ class _ObjectWriter(BlockWriter):
 class _ObjectReader(BlockReader):
     """Reads ranges of an object. Those passed to :meth:`prefetch` are read ahead, several at a time."""
 
-    reads_ahead = True
-
-    def __init__(self, store: Store, name: str, path: Location, file: StoredFile) -> None:
-        self._store, self._name = store, name
+    def __init__(self, files: ObjectFiles, store: Store, name: str, file: StoredFile) -> None:
+        self._files, self._store, self._name = files, store, name
+        self.files_ahead = _AT_A_TIME if file.size < 2 * _OBJECT else 1
         self._ranges: deque[tuple[int, int]] = deque()  # first and last byte of what is read next
         self._ahead: deque[tuple[int, int, Future[bytes | None]]] = deque()
-        super().__init__(path, *file)
+        super().__init__(files.path / name, *file)
 
     def _open(self, path: Location) -> int:
-        return self._store.size(self._name)
+        return self._files.size(self._name, self.size)
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         blocks = sorted({block for start, end in ranges for block in range(start // BLOCK, -(-end // BLOCK))})
         self._ranges.clear()
         for block in blocks:
             start, end = block * BLOCK, min((block + 1) * BLOCK, self.size)
-            if self._ranges and self._ranges[-1][1] == start and end - self._ranges[-1][0] <= _OBJECT:
+            if self._ranges and self._ranges[-1][1] == start and end - self._ranges[-1][0] < 2 * _OBJECT:
                 start, _ = self._ranges.pop()
             self._ranges.append((start, end))
         self._read_ahead()
@@ -263,13 +262,14 @@ class _ObjectReader(BlockReader):
         while self._ahead and self._ahead[0][1] <= start:
             self._ahead.popleft()
         self._read_ahead()
-        first, data = start, None
         if self._ahead and self._ahead[0][0] <= start:
-            first, _, future = self._ahead[0]
+            first, last, future = self._ahead[0]
             data = future.result()
+            if start + len(block) >= last:
+                self._ahead.popleft()
         else:
-            data = self._store.get(self._name, start, start + len(block))
-        part = (data or b"")[start - first : start - first + len(block)]
+            first, data = start, self._store.get(self._name, start, start + len(block))
+        part = memoryview(data or b"")[start - first : start - first + len(block)]
         block[: len(part)] = part
         return len(part)
 

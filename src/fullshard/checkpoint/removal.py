@@ -1,43 +1,90 @@
-"""Chooses the old checkpoints that a save removes."""
+"""Removes checkpoints that no policy keeps, and none that is not whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
-from fullshard.checkpoint.blocks import CorruptCheckpointError
+from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError
+from fullshard.checkpoint.keep import CheckpointInfo, PreservationPolicy
 from fullshard.checkpoint.manifest import Location, number_of
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.storage import storage_of
 from fullshard.policies import warn
 
+#: The directories for which this process has warned that an older step was saved.
+_WARNED = set[str]()
 
-def remove_older(directory: Location, name: str, keep: int, replicas: bool = False) -> None:
-    """Removes checkpoints that are whole, older than the one with this ``name``, and not among the ``keep`` newest.
+
+def remove_older(directory: Location, name: str, keep: Sequence[PreservationPolicy], replicas: bool = False) -> None:
+    """Removes checkpoints that are whole, older than the one with this ``name``, and kept by no policy. Without
+    policies, all stay.
+
+    It warns once per directory if a checkpoint of a higher step remains, because a resumed run would load that.
 
     Replicas take memory. So with ``replicas``, it also removes replicas with higher numbers, which training has gone
-    back from, and those that are not whole.
+    back from, and those whose manifest cannot be read.
+
+    What fails here is a warning, because the new checkpoint is already whole.
     """
     storage, made = storage_of(directory), number_of(name) or (0, 0)
-    paths = storage.list()
-    newer = [path for path in paths if (number_of(path.name) or made) > made]
-    older = paths[len(newer) :]  # the checkpoint itself first, unless another job has removed it
-    for path in [*newer, *older[keep:]] if replicas else _whole(older, keep):
+    try:
+        paths = storage.list()
+        newer = [path for path in paths if (number_of(path.name) or made) > made]
+        older = paths[len(newer) :]
+        if not replicas:
+            _warn_of_newer(directory, made[0], newer)
+        if not keep:
+            return
+        reasons = reasons_to_stay(older, keep, whole=not replicas)
+    except Exception as error:  # also of a user's policy
+        warn(f"no checkpoint in {directory} was removed: {_text(error)}")
+        return
+    for path in [*newer, *older] if replicas else reasons:
+        if reasons.get(path) or path.name == name:
+            continue
         try:
             storage.remove(path)
         except FileNotFoundError:
             pass  # another job removes it too
-        except OSError as error:
-            warn(f"{path} could not be removed: {error.strerror}")
+        except (OSError, CheckpointError) as error:
+            warn(f"{path} could not be removed: {_text(error)}")
 
 
-def _whole(paths: list[Location], skip: int) -> Iterator[Location]:
-    """The paths of whole checkpoints, without the first ``skip`` of them."""
+def reasons_to_stay(
+    paths: Sequence[Location], keep: Sequence[PreservationPolicy], whole: bool = True
+) -> dict[Location, list[str]]:
+    """What keeps each checkpoint: policies, and that it is the newest. ``paths`` are ordered from the newest on.
+
+    The result lacks checkpoints that are not whole; with ``whole=False``, only those whose manifest cannot be read.
+    """
+    found = dict[Location, CheckpointInfo]()
     for path in paths:
-        try:
-            Checkpoint(path).close()
-        except CorruptCheckpointError:
-            continue
-        if skip > 0:
-            skip -= 1
-        else:
-            yield path
+        with suppress(CorruptCheckpointError), Checkpoint(path, whole=whole) as saved:
+            found[path] = CheckpointInfo(saved.manifest.step, saved.manifest.time, saved.manifest.metrics)
+    reasons = {path: [] if number else ["newest"] for number, path in enumerate(found)}
+    for policy in keep:
+        stay = [*policy.should_preserve([*found.values()])]
+        if len(stay) != len(found):
+            raise ValueError(f"{policy} returned {len(stay)} values for {len(found)} checkpoints")
+        for stays, each in zip(stay, reasons.values(), strict=True):
+            each += [str(policy)] if stays else []
+    return reasons
+
+
+def _warn_of_newer(directory: Location, step: int, newer: Iterable[Location]) -> None:
+    if f"{directory}" in _WARNED:
+        return
+    for path in newer:
+        with suppress(CorruptCheckpointError), Checkpoint(path) as saved:
+            if saved.manifest.step > step:
+                _WARNED.add(f"{directory}")
+                warn(
+                    f"step {step} is saved, but {directory} has step {saved.manifest.step}, which a resumed run would "
+                    "load"
+                )
+            return  # a load takes the newest that is whole
+
+
+def _text(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or f"{error}" or type(error).__name__

@@ -6,7 +6,7 @@ Owns the order of the steps. The process may end after any of them::
     first rank      begins the checkpoint: on a disk  .step-00000010.<job>.partial,  which it locks
     every rank      writes its files, and waits until they are kept         ─▶ agree
     first rank      writes .metadata and manifest.json, and publishes it: on a disk by a rename
-    first rank      removes the checkpoints beyond keep_last                ─▶ agree
+    first rank      removes the checkpoints that no policy keeps            ─▶ agree
 
 If a process ends during a save, what it wrote has no lock or lease any more, and the next save removes it.
 """
@@ -16,8 +16,9 @@ from __future__ import annotations
 import operator
 import socket
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -30,12 +31,9 @@ from torch.optim import Optimizer
 from fullshard._renamed import renamed_keywords
 from fullshard.checkpoint import dcp
 from fullshard.checkpoint.background import Background
-from fullshard.checkpoint.blocks import (
-    CheckpointError,
-    checksum,
-    without_collections,
-)
+from fullshard.checkpoint.blocks import CheckpointError, checksum, without_collections
 from fullshard.checkpoint.contents import Contents, Parameters, named
+from fullshard.checkpoint.keep import LatestN, PreservationPolicy, checked_metrics, checked_policies
 from fullshard.checkpoint.layout import Box, Copies
 from fullshard.checkpoint.manifest import (
     MANIFEST,
@@ -75,6 +73,8 @@ def save(
     step: int | None = None,
     wait: bool = True,
     keep_last: int | None = None,
+    keep: Sequence[PreservationPolicy] | None = None,
+    metrics: Mapping[str, float] | None = None,
     trainable_only: bool = False,
     replicas: str | Path | None = None,
     process_group: ProcessGroup | None = None,
@@ -91,15 +91,18 @@ def save(
         step: the number of the checkpoint. ``None``: the next number.
         wait: ``False``: return once everything is copied to host memory, and write in the background. If that fails,
             the next :func:`save`, :func:`load` or :func:`wait_until_finished` raises the error.
-        keep_last: how many checkpoints to keep, including this one. Older ones that are whole are removed. One that is
-            being read is left to a later save. One that a symbolic link names is never removed.
+        keep_last: how many checkpoints to keep, including this one: short for ``keep=[LatestN(keep_last)]``.
+        keep: policies such as :class:`LatestN` and :class:`BestN`. Older checkpoints that are whole, and that none of
+            them keeps, are removed. One that is being read is left to a later save. One that a symbolic link names is
+            never removed. ``None``: all stay.
+        metrics: numbers by name, for :class:`BestN` and for you. Those of the first rank are stored.
         trainable_only: leave out frozen parameters, for example when adapters are trained.
         replicas: a directory in memory that outlives processes, such as ``/dev/shm/job``. Each host has its own, under
             the same path on all ranks, and no other training may use it. The checkpoint is written there, not to
             ``directory``. Each host also gets a copy of the files of another host's ranks, so that :func:`load` needs
             no disk if ranks or one host are lost. A host needs memory for the bytes of its ranks: once if it is the
             only host, twice otherwise. During a save it needs that again, until the previous replica is removed
-            (``keep_last=None`` means 1 here). If there is not enough space, a warning says so and nothing changes.
+            (only the newest is kept by default). If there is not enough space, a warning says so and nothing changes.
             Needs ``step``. See :func:`forget_replicas`.
         process_group: the ranks of the model, if they are not all ranks.
         state: a dict of further state by name. Each rank gives its own: objects with ``state_dict()``, or numbers,
@@ -110,17 +113,17 @@ def save(
 
     Raises:
         CheckpointError: on all ranks, if some rank could not write, or if a rank was lost.
-        ValueError: ``keep_last`` is less than 1, ``step`` is less than 0, ``replicas`` is given without ``step``,
-            ``directory`` has a name such as ``step-00000010``, or a name in ``state`` is "step" or has a dot.
-        TypeError: ``step`` is not an integer.
+        ValueError: ``keep_last`` is less than 1 or given with ``keep``, ``keep`` is empty, ``step`` is less than 0,
+            ``replicas`` is given without ``step``, ``directory`` has a name such as ``step-00000010``, or a name in
+            ``state`` is "step" or has a dot.
+        TypeError: ``step`` is not an integer, ``keep`` is not a list of policies, or ``metrics`` is not a dict of
+            numbers.
 
     Ranks: all ranks of ``process_group`` alike.
     """
     state = checked_state(state)
     Background.wait_until_finished()
-    if keep_last is not None and keep_last < 1:
-        raise ValueError(f"keep_last is {keep_last}; expected None or how many to keep, 1 or more")
-    step = checked_step(step)
+    step, policies, metrics = checked_step(step), checked_policies(keep_last, keep), checked_metrics(metrics)
     if replicas is not None and step is None:
         raise ValueError("replicas need a step, which is compared with the steps of the checkpoints in the directory")
     root: Location = located(directory).absolute()
@@ -134,7 +137,8 @@ def save(
     ranks = Ranks(process_group, background=not wait)
     hosts = None if memory is None else Hosts(memory, ranks, root)
     manifest = Manifest(world_size=ranks.size, frozen=not trainable_only, binding=hosts.binding if hosts else {})
-    writing = _Writing(storage_of(memory or root), ranks, keep_last, manifest, hosts)
+    manifest.time, manifest.metrics = datetime.now(UTC), metrics
+    writing = _Writing(storage_of(memory or root), ranks, policies, manifest, hosts)
     writing.prepare(model, optimizer, state, step, begin=wait or not writing.storage.is_slow)
     if wait:
         return writing.write()
@@ -149,7 +153,7 @@ class _Writing:
 
     storage: Storage
     ranks: Ranks
-    keep_last: int | None
+    keep: Sequence[PreservationPolicy]
     manifest: Manifest
     hosts: Hosts | None = None  # only for an in-memory replica
     partial: Partial | None = None
@@ -181,11 +185,13 @@ class _Writing:
             digests = {name: checksum(data) for name, data in user_state.items()}
             keys = contents.keys_with_other_holders(self.ranks.size)
             everywhere = "" if contents.is_partial(self.ranks.size) else checksum("\n".join(keys).encode())
-            return ((self._begin(step) if begin else ("", step), digests, everywhere),)
+            begun = self._begin(step) if begin else ("", step)
+            return ((begun, digests, everywhere, self.manifest.time, self.manifest.metrics),)
 
         try:
             _, everyone = self.ranks.attempt(collect)
-            (_, digests, everywhere), *others = everyone
+            (_, digests, everywhere, *first), *others = everyone
+            self.manifest.time, self.manifest.metrics = first  # alike on all hosts
             self._join([each[0] for each in everyone])
             if any(set(each[1]) != set(digests) for each in others):
                 raise CheckpointError(
@@ -307,7 +313,7 @@ class _Writing:
             if leads:
                 _Last.keys = keys
             if leads and hosts is not None:  # remove older ones only when this one is visible on all hosts
-                remove_older(self.directory, everyone[self.leader], self.keep_last or 1, replicas=True)
+                remove_older(self.directory, everyone[self.leader], self.keep or [LatestN(1)], replicas=True)
         except PeerFailure:
             raise
         except CheckpointError as error:
@@ -389,8 +395,8 @@ class _Writing:
             name = self.partial.publish(encode(manifest, _Last.contents))
         except OSError as error:
             raise CheckpointError(f"{self.partial.path} could not be completed: {error.strerror}") from error
-        if self.keep_last is not None and self.hosts is None:
-            remove_older(self.directory, name, self.keep_last)
+        if self.hosts is None:
+            remove_older(self.directory, name, self.keep)
         return name
 
     def _describe(self, outlines: list[_Outline]) -> tuple[bytes, bytes]:
