@@ -596,8 +596,9 @@ def test_a_load_says_what_it_took(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert checkpoint.load(tmp_path, model) is None
         path = checkpoint.save(tmp_path, model, step=3)
         assert checkpoint.load(tmp_path, model) == {"step": 3}
-    told = [record.getMessage() for record in caplog.records]
-    assert told == [f"nothing is loaded: {tmp_path} has no checkpoint", f"step 3 is loaded from {path}"]
+    before, save, after = caplog.messages
+    assert (before, after) == (f"nothing is loaded: {tmp_path} has no checkpoint", f"step 3 is loaded from {path}")
+    assert save.startswith(f"step 3 is saved in {path}: ")
 
 
 def test_a_directory_that_was_renamed_is_loaded_with_a_warning(tmp_path: Path) -> None:
