@@ -29,6 +29,7 @@ from fullshard import checkpoint, cli
 from fullshard.checkpoint import Checkpoint
 from tests.checkpoint.cases import optimizer_of, train
 from tests.checkpoint.state_dicts import Net
+from tests.checkpoint.stores import FaultyStore
 from tests.checkpoint.test_save import run, sharded
 from tests.harness import RankPool, World
 from tests.harness.models import seeded
@@ -587,3 +588,42 @@ def test_transformers_reads_what_is_exported(tmp_path: Path, command: Command) -
     assert len(json.loads(said)["files"]) > 2
     found = transformers.LlamaForCausalLM.from_pretrained(out)
     assert_equal(dict(found.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("scheme", ["", f"{FaultyStore.protocol}://"], ids=["local", "store"])
+def test_prune_removes_what_no_option_keeps(command: Command, tmp_path: Path, scheme: str) -> None:
+    directory, losses = f"{scheme}{tmp_path}/run", {1: 0.5, 2: 0.1, 3: 0.9, 4: 0.8, 5: 0.7}
+    for step, loss in losses.items():
+        checkpoint.save(directory, torch.nn.Linear(2, 2), step=step, metrics={"loss": loss})
+    steps = lambda: [path.name[-1] for path in checkpoint.list_checkpoints(directory)]  # noqa: E731
+    assert command("prune", directory)[0] == 2
+    code, text, _ = command("prune", directory, "--latest", 1, "--best", "loss:1", "--every", 3, "--dry-run")
+    assert code == 0
+    assert steps() == ["5", "4", "3", "2", "1"]
+    results = [line.split(maxsplit=2)[2] for line in text.splitlines()[2:]]
+    assert results == [
+        "stays: newest, LatestN(n=1)", "would be removed", "stays: EveryNSteps(n=3)",
+        "stays: BestN(metric='loss', n=1, mode='min')", "would be removed",
+    ]  # fmt: skip
+    with Checkpoint(checkpoint.list_checkpoints(directory)[1]):
+        code, text, _ = command("prune", directory, "--best", "loss:1", "--every", 3, "--json")
+    assert code == 0
+    assert [each["removed"] for each in json.loads(text)] == [False, False, False, False, True]
+    assert "it is being read" in json.loads(text)[1]["result"]
+    assert steps() == ["5", "4", "3", "2"]
+    assert command("prune", directory, "--newer", "1h")[0] == 0
+    assert steps() == ["5", "4", "3", "2"]
+    assert command("prune", directory, "--best", "loss:1:max")[0] == 0
+    assert steps() == ["5", "3"]
+
+
+@pytest.mark.parametrize(
+    "option", [("--latest", "0"), ("--every", "x"), ("--best", "loss"), ("--best", "loss:1:mean"), ("--newer", "24")]
+)
+def test_prune_refuses_options_that_it_does_not_understand(
+    command: Command, tmp_path: Path, option: tuple[str, str]
+) -> None:
+    checkpoint.save(tmp_path, torch.nn.Linear(2, 2), step=1)
+    code, _, errors = command("prune", tmp_path, *option)
+    assert code == 2
+    assert f"{option[1]!r} cannot be read" in errors

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import os
+import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint, CheckpointError
+from fullshard.report.text import bytes_text
 from tests.checkpoint.cases import assert_same, optimizer_of, quiet, train, wrapped
 from tests.checkpoint.state_dicts import Net
 from tests.harness import RankPool, World, failure_report, ranks
@@ -594,8 +596,9 @@ def test_a_load_says_what_it_took(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert checkpoint.load(tmp_path, model) is None
         path = checkpoint.save(tmp_path, model, step=3)
         assert checkpoint.load(tmp_path, model) == {"step": 3}
-    told = [record.getMessage() for record in caplog.records]
-    assert told == [f"nothing is loaded: {tmp_path} has no checkpoint", f"step 3 is loaded from {path}"]
+    before, save, after = caplog.messages
+    assert (before, after) == (f"nothing is loaded: {tmp_path} has no checkpoint", f"step 3 is loaded from {path}")
+    assert save.startswith(f"step 3 is saved in {path}: ")
 
 
 def test_a_directory_that_was_renamed_is_loaded_with_a_warning(tmp_path: Path) -> None:
@@ -655,3 +658,21 @@ def test_without_ranks(tmp_path: Path) -> None:
     assert json.loads((path / "manifest.json").read_text())["manifest"]["versions"]["torch"] == torch.__version__
     with quiet(), pytest.raises(KeyError, match="no tensor 'nowhere'"):
         saved.tensor("nowhere")
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_save_logs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture, wait: bool) -> None:
+    with caplog.at_level("INFO", "fullshard"):
+        checkpoint.save(tmp_path, seeded(MLP, 1), step=7, wait=wait)
+        checkpoint.wait_until_finished()
+    number = r"[\d.]+"
+    size = sum(file.stat().st_size for file in (tmp_path / "step-00000007").iterdir() if file.name != "manifest.json")
+    expected = (
+        f"step 7 is saved in {re.escape(str(tmp_path))}/step-00000007: {bytes_text(size)} in ({number}) (m?s) "
+        rf"\({number} .?B/s\); training waited for ({number}) (m?s|us)"
+    )
+    (line,) = caplog.messages
+    found = re.fullmatch(expected, line)
+    assert found is not None, line
+    seconds, waited = (float(found[at]) * {"s": 1, "ms": 1e-3, "us": 1e-6}[found[at + 1]] for at in (1, 3))
+    assert waited == seconds if wait else waited < seconds

@@ -14,7 +14,7 @@ import re
 import reprlib
 import sys
 from collections.abc import Callable, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from fullshard.checkpoint.display import (
     progress,
     value_of,
 )
+from fullshard.checkpoint.keep import BestN, EveryNSteps, LatestN, NewerThan, PreservationPolicy
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     METADATA,
@@ -43,6 +44,7 @@ from fullshard.checkpoint.manifest import (
     steps_of,
 )
 from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
+from fullshard.checkpoint.removal import reasons_to_stay
 from fullshard.checkpoint.storage import located, storage_of
 from fullshard.report.text import bytes_argument, bytes_text, dtype_name, shape_text
 
@@ -82,6 +84,16 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     command = add(_import, "import", "SOURCE", "DIR")
     add_step(command, "the step of the checkpoint (default: the next one)")
     add(_diff, "diff", "A", "B")
+    command = add(_prune, "prune", "DIR")
+    for name, metavar, what in (
+        ("latest", "N", "the N newest"),
+        ("every", "N", "every step that is a multiple of N"),
+        ("best", "METRIC:N[:max]", "the N with the lowest (or highest) value of a metric"),
+        ("newer", "AGE", "those younger than 90m, 24h or 7d"),
+    ):
+        make = partial(_parse_policy, name)
+        command.add_argument(f"--{name}", dest="keep", action="append", type=make, metavar=metavar, help=f"keep {what}")
+    command.add_argument("--dry-run", action="store_true", help="remove nothing")
 
 
 def _run(function: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
@@ -291,6 +303,42 @@ def _diff(options: argparse.Namespace) -> int:
         print_table(("name", "in A", "in B"), "lll", rows)
     print(f"\n{differences['equal']} tensors are equal")
     return int(differs)
+
+
+def _prune(options: argparse.Namespace) -> int:
+    """Removes the checkpoints of a directory that no option keeps.
+
+    The newest whole one stays, and so do those that are not whole, or are being read.
+    """
+    if not options.keep:
+        raise WrongUse("nothing says which checkpoints to keep: give --latest, --every, --best or --newer")
+    paths, storage = _saves(options.dir), storage_of(options.dir)
+    reasons, found = reasons_to_stay(paths, options.keep), list[dict[str, Any]]()
+    for path in paths:
+        why = reasons.get(path, ["not whole"])
+        if removed := not why and (options.dry_run or storage.remove(path)):
+            result = "would be removed" if options.dry_run else "removed"
+        else:
+            result = f"stays: {', '.join(why or ['it is being read'])}"
+        found.append({"path": str(path), "step": step_of(path.name), "removed": removed, "result": result})
+    if options.json:
+        print_json(found)
+    else:
+        rows = [(path.name, each["step"], each["result"]) for path, each in zip(paths, found, strict=True)]
+        print_table(("name", "step", "result"), "lrl", rows)
+    return 0
+
+
+def _parse_policy(name: str, text: str) -> PreservationPolicy:
+    try:
+        if name == "best":
+            metric, count, *mode = text.split(":")
+            return BestN(metric, int(count), *mode)  # type: ignore[arg-type]
+        if name == "newer":
+            return NewerThan(timedelta(**{{"m": "minutes", "h": "hours", "d": "days"}[text[-1:]]: float(text[:-1])}))
+        return LatestN(int(text)) if name == "latest" else EveryNSteps(int(text))
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be read: {error}") from error
 
 
 def _saves(directory: Location, step: int | None = None, unfinished: Sequence[Location] = ()) -> list[Location]:

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed import ProcessGroup
 
 from fullshard.checkpoint.blocks import CheckpointError, without_collections
-from fullshard.checkpoint.convert import tensors_of
+from fullshard.checkpoint.convert import WrongUse, tensors_of
 from fullshard.checkpoint.load import Loading
 from fullshard.checkpoint.manifest import Entry, Location, Manifest, Piece, Tensors, few
 from fullshard.checkpoint.ranks import Ranks
@@ -50,8 +50,7 @@ def load_pretrained(
 
     Raises:
         CheckpointError: on all ranks, if there are no such files, or if they do not fit the model. It names tensors
-            that are missing, unknown, or of a different shape. The
-            model may then be partly loaded.
+            that are missing, unknown, or of a different shape. The model may then be partly loaded.
 
     Ranks: all ranks of ``process_group`` alike.
     """
@@ -73,7 +72,10 @@ class _Files(Checkpoint):
             raise CheckpointError(f"{path} is not on a local disk: copy the files to one, and give their directory")
         if path.is_dir() and list_checkpoints(path):
             raise CheckpointError(f"{path} has checkpoints of fullshard or DCP: load them with checkpoint.load()")
-        self._mapped, left_out = tensors_of(path)
+        try:
+            self._mapped, left_out = tensors_of(path)
+        except WrongUse as error:
+            raise CheckpointError(str(error)) from error
         if left_out:
             warn(f"{few(left_out)} of {path} are not tensors and are not loaded")
         entries = {}

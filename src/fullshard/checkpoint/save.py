@@ -13,8 +13,10 @@ If a process ends during a save, what it wrote has no lock or lease any more, an
 
 from __future__ import annotations
 
+import logging
 import operator
 import socket
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,10 +59,14 @@ from fullshard.checkpoint.removal import remove_older
 from fullshard.checkpoint.replicas import Hosts, Sent
 from fullshard.checkpoint.storage import Partial, Storage, located, storage_of
 from fullshard.policies import warn
+from fullshard.report.text import bytes_text, quantity_text, seconds_text
 from fullshard.torch_private import foreach_copy
 
 if TYPE_CHECKING:
     from upath import UPath
+
+
+_log = logging.getLogger("fullshard")
 
 
 @renamed_keywords("fullshard.checkpoint.save")
@@ -121,7 +127,7 @@ def save(
 
     Ranks: all ranks of ``process_group`` alike.
     """
-    state = checked_state(state)
+    began, state = time.monotonic(), checked_state(state)
     Background.wait_until_finished()
     step, policies, metrics = checked_step(step), checked_policies(keep_last, keep), checked_metrics(metrics)
     if replicas is not None and step is None:
@@ -138,11 +144,12 @@ def save(
     hosts = None if memory is None else Hosts(memory, ranks, root)
     manifest = Manifest(world_size=ranks.size, frozen=not trainable_only, binding=hosts.binding if hosts else {})
     manifest.time, manifest.metrics = datetime.now(UTC), metrics
-    writing = _Writing(storage_of(memory or root), ranks, policies, manifest, hosts)
+    writing = _Writing(storage_of(memory or root), ranks, policies, manifest, began, hosts)
     writing.prepare(model, optimizer, state, step, begin=wait or not writing.storage.is_slow)
     if wait:
         return writing.write()
     writing.copy()
+    writing.blocked = time.monotonic() - began
     Background.start(writing.write)
     return None
 
@@ -155,7 +162,9 @@ class _Writing:
     ranks: Ranks
     keep: Sequence[PreservationPolicy]
     manifest: Manifest
+    began: float
     hosts: Hosts | None = None  # only for an in-memory replica
+    blocked: float | None = None  # seconds that training waited for a save in the background
     partial: Partial | None = None
     step: int | None = None
     boxes: list[Box] = field(default_factory=list)  # the boxes that this rank writes
@@ -325,7 +334,15 @@ class _Writing:
         finally:
             if self.partial is not None:
                 self.partial.discard()
-        return self.directory / str(everyone[self.leader])
+        path = self.directory / str(everyone[self.leader])
+        if self.ranks.first:
+            seconds, nbytes = time.monotonic() - self.began, sum(file.size for file in self.manifest.files.values())
+            _log.info(
+                f"step {self.manifest.step} is saved in {path}: {bytes_text(nbytes)} in {seconds_text(seconds)} "
+                f"({quantity_text(nbytes / seconds, 'B/s')}); training waited for "
+                f"{seconds_text(self.blocked or seconds)}"
+            )
+        return path
 
     def _write_files(self) -> tuple[dict[str, StoredFile], list[_Outline], tuple[str, str, Sent]]:
         """Writes the files of this rank: one, or several where the storage limits their size."""
