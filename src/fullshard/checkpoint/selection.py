@@ -41,10 +41,12 @@ class Selection:
 
     def apply(self, checkpoint: Checkpoint, items: Sequence[Item]) -> None:
         """Renames the tensors and values of an open checkpoint, and hides those that are not loaded into ``items``."""
-        manifest, path, stored_as = checkpoint.manifest, checkpoint.path, dict[str, str]()
+        manifest, path = checkpoint.manifest, checkpoint.path
+        every = (*manifest.tensors, *manifest.objects)
+        stored_as = dict[str, str]() if self.rename else dict(zip(every, every, strict=True))
         self._known = {name: names[0] for names, _ in items for name in names}
-        self._selected = {names[0] for names, _ in items if any(map(self._matches, names))}
-        for stored in (*manifest.tensors, *manifest.objects):
+        self._selected = {names[0] for names, _ in items if self.only is None or any(map(self._matches, names))}
+        for stored in every if self.rename else ():
             kind, name = _split(stored)
             new = kind + self.in_model(name) if kind else stored
             if stored_as.setdefault(new, stored) != stored:
@@ -68,7 +70,7 @@ class Selection:
                 objects={new: objects[stored] for new, stored in stored_as.items() if stored in objects},
                 paths={new: self._keys(paths[stored]) for new, stored in stored_as.items() if stored in paths},
             )
-        models = {_split(new)[1]: stored for new, stored in stored_as.items() if new.startswith("model.")}
+        models = {new[len("model.") :]: stored for new, stored in stored_as.items() if new.startswith("model.")}
         self.sources = {owner: stored for name, stored in models.items() if (owner := self._owner(name)) is not None}
 
     def __contains__(self, name: str) -> bool:
@@ -79,7 +81,9 @@ class Selection:
 
     def _owner(self, name: str) -> str | None:
         """The first name of the model's tensor to which a name in a checkpoint belongs."""
-        every = [name] if name in self._known else accumulate(name.split("."), "{}.{}".format)
+        if name in self._known:
+            return self._known[name]
+        every = accumulate(name.split("."), "{}.{}".format)
         return next((self._known[each] for each in every if each in self._known), None)
 
     def log(self, what: str) -> None:
