@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
@@ -109,23 +109,20 @@ class Checkpoint:
         self._readers: dict[str, BlockReader] = {}
         self._unpin = self._files.pin(self)
         try:
-            self._read_manifest(self.path, whole)
+            files, of_dcp = self._files, self.path / METADATA
+            if files.exists(MANIFEST) or number_of(self.path.name) or not files.exists(METADATA):
+                self.manifest = decode(files.read(MANIFEST), self.path / MANIFEST)
+            else:
+                self.manifest = dcp.read_metadata(files.read(METADATA), of_dcp)
+            for sentence in self.lacking().values() if whole else ():
+                raise CorruptCheckpointError(sentence)
+            if whole and METADATA in self.manifest.files:  # read only by DCP, so check all of it here
+                for first, last in self._reader(METADATA).check():
+                    raise CorruptCheckpointError(f"{of_dcp}: bytes {first} to {last} are not what was written")
+                self._readers.pop(METADATA).close()
         except BaseException:
             self.close()
             raise
-
-    def _read_manifest(self, path: Path, whole: bool) -> None:
-        files = self._files
-        if files.exists(MANIFEST) or number_of(path.name) or not files.exists(METADATA):
-            self.manifest = decode(files.read(MANIFEST), path / MANIFEST)
-        else:
-            self.manifest = dcp.read_metadata(files.read(METADATA), path / METADATA)
-        for sentence in self.lacking().values() if whole else ():
-            raise CorruptCheckpointError(sentence)
-        if whole and METADATA in self.manifest.files:  # read only by DCP, so check all of it here
-            for first, last in self._reader(METADATA).check():
-                raise CorruptCheckpointError(f"{path / METADATA}: bytes {first} to {last} are not what was written")
-            self._readers.pop(METADATA).close()
 
     @property
     def tensors(self) -> Tensors:
@@ -234,7 +231,7 @@ class Checkpoint:
             ValueError: it has a different shape.
             CorruptCheckpointError: a checksum is wrong. Some boxes may then be filled already.
         """
-        reads: dict[str, list[tuple[int, str, torch.Tensor, tuple[Piece, tuple[int, ...]] | None]]] = {}
+        reads: dict[str, list[tuple[int, str, torch.Tensor, _Part | None]]] = {}
         written: list[torch.Tensor] = []
         for name, shape, offsets, into in targets:
             kind, at = self.tensors.positions.get(name) or self._position(name)
@@ -248,21 +245,23 @@ class Checkpoint:
                     written.append(into)
                     continue
             for number in range(len(kind.pieces)) if same < 0 else [same]:
-                piece = kind.piece(number, at)
-                reads.setdefault(piece.file, []).append((piece.start, name, into, (piece, offsets)))
+                if part := _Part.of(piece := kind.piece(number, at), kind.dtype, offsets, into.detach()):
+                    reads.setdefault(piece.file, []).append((part.start, name, part.into, part))
         try:
             ahead = set[str]()
             for number, file in enumerate(files := sorted(reads)):
                 reader = self._reader(file)
                 for each in files[number : number + reader.files_ahead]:
                     if each not in ahead:
-                        self._reader(each).prefetch(self._range(*run) for run in reads[each])
+                        self._reader(each).prefetch(
+                            (start, part.stop if part else start + into.nbytes) for start, _, into, part in reads[each]
+                        )
                         ahead.add(each)
-                for start, name, into, part in sorted(reads[file], key=operator.itemgetter(0)):
+                for start, name, into, part in sorted(reads[file], key=operator.itemgetter(0)):  # noqa: B007
                     if part is None:
                         reader.read_to(into, start)
                     else:
-                        self._copy(*part, self.tensors.positions[name][0].dtype, into.detach())
+                        self._copy(part)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"tensor '{name}': {error}") from error
         torch.autograd.graph.increment_version(written)
@@ -285,44 +284,21 @@ class Checkpoint:
             raise KeyError(f"{self.path} has no tensor '{name}'")
         return self.tensors.positions[name]
 
-    def _range(
-        self, start: int, name: str, into: torch.Tensor, part: tuple[Piece, tuple[int, ...]] | None
-    ) -> tuple[int, int]:
-        """The bytes of a file that are read for a box."""
-        if part is None:
-            return start, start + into.nbytes
-        (piece, offsets), itemsize = part, self.tensors.positions[name][0].dtype.itemsize
-        lows, sizes = _overlap(piece, offsets, into.shape)
-        if any(size <= 0 for size in sizes):
-            return start, start
-        if piece.data < 0:
-            return piece.start, piece.start + piece.length
-        begin, span, _ = _span(piece, lows, sizes)
-        return piece.data + itemsize * begin, piece.data + itemsize * (begin + span)
-
-    def _copy(self, piece: Piece, offsets: tuple[int, ...], dtype: torch.dtype, into: torch.Tensor) -> None:
-        """Copies the intersection of a piece and a box."""
-        lows, sizes = _overlap(piece, offsets, into.shape)
-        if any(size <= 0 for size in sizes):
-            return
-        for dim, (low, size) in enumerate(zip(lows, sizes, strict=True)):
-            if size != into.shape[dim]:
-                into = into.narrow(dim, low - offsets[dim], size)
+    def _copy(self, part: _Part) -> None:
+        piece, into, dtype = part.piece, part.into, part.dtype
         if piece.data < 0:
             data = self._bytes(piece.file, piece.start, piece.length)
             whole = dcp.loaded_tensor(data, dtype, piece.sizes, f"its piece in {self.path / piece.file}")
-            begins = map(operator.sub, lows, piece.offsets)
-            into.copy_(whole[tuple(slice(at, at + size) for at, size in zip(begins, sizes, strict=True))])
+            into.copy_(whole[tuple(slice(at, at + size) for at, size in zip(part.begins, into.shape, strict=True))])
             return
-        begin, span, strides = _span(piece, lows, sizes)
-        start = piece.data + dtype.itemsize * begin
-        direct = span == math.prod(sizes) and into.is_contiguous() and into.dtype == dtype and into.is_cpu
+        span = (part.stop - part.start) // dtype.itemsize
+        direct = span == into.numel() and into.is_contiguous() and into.dtype == dtype and into.is_cpu
         run = into if direct else torch.empty(span, dtype=dtype)
-        self._reader(piece.file).read_into(bytes_of(run), start)
+        self._reader(piece.file).read_into(bytes_of(run), part.start)
         if direct:
             torch.autograd.graph.increment_version(into)
         else:
-            into.copy_(run.as_strided(sizes, strides))
+            into.copy_(run.as_strided(into.shape, part.strides))
 
     def _bytes(self, file: str, start: int, length: int) -> bytes:
         data = bytearray(length)
@@ -356,19 +332,35 @@ class Checkpoint:
                 yield name
 
 
-def _overlap(piece: Piece, offsets: Sequence[int], shape: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The offsets and sizes of the intersection of a piece and a box."""
-    lows, both = list(map(max, piece.offsets, offsets)), (piece.offsets, piece.sizes, offsets, shape)
-    ends = [min(at + size, to + want) for at, size, to, want in zip(*both, strict=True)]
-    return lows, list(map(operator.sub, ends, lows))
+class _Part(NamedTuple):
+    """The intersection of a piece and a box to read."""
 
+    piece: Piece
+    dtype: torch.dtype
+    into: torch.Tensor
+    begins: tuple[int, ...]  # its offsets in the piece
+    strides: list[int]  # those of the piece
+    start: int  # the bytes of the file from its first element to its last, or those of the whole piece
+    stop: int
 
-def _span(piece: Piece, lows: Sequence[int], sizes: Sequence[int]) -> tuple[int, int, list[int]]:
-    """Where a box begins in a piece that contains it, how many elements it spans there, and the strides of the
-    piece."""
-    strides = [math.prod(piece.sizes[dim + 1 :]) for dim in range(len(sizes))]
-    begin = sum(map(operator.mul, map(operator.sub, lows, piece.offsets), strides))
-    return begin, 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)), strides
+    @classmethod
+    def of(cls, piece: Piece, dtype: torch.dtype, offsets: Sequence[int], into: torch.Tensor) -> _Part | None:
+        """``None`` if they have no element in common."""
+        lows, shape = [*map(max, piece.offsets, offsets)], into.shape
+        ends = map(min, map(operator.add, piece.offsets, piece.sizes), map(operator.add, offsets, shape))
+        sizes = [*map(operator.sub, ends, lows)]
+        if any(size <= 0 for size in sizes):
+            return None
+        for dim, (low, size) in enumerate(zip(lows, sizes, strict=True)):
+            if size != shape[dim]:
+                into = into.narrow(dim, low - offsets[dim], size)
+        begins = tuple(map(operator.sub, lows, piece.offsets))
+        strides = [math.prod(piece.sizes[dim + 1 :]) for dim in range(len(sizes))]
+        if piece.data < 0:
+            return cls(piece, dtype, into, begins, strides, piece.start, piece.start + piece.length)
+        start = piece.data + dtype.itemsize * sum(map(operator.mul, begins, strides))
+        span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        return cls(piece, dtype, into, begins, strides, start, start + dtype.itemsize * span)
 
 
 __all__ = [
