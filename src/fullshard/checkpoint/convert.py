@@ -7,15 +7,15 @@ all of them are on the disk.
 
 from __future__ import annotations
 
-import io
 import json
+import mmap
 import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -128,16 +128,15 @@ def export(
     work = Path(tempfile.mkdtemp(prefix=".", suffix=".partial", dir=folder))
     try:
         for name, shard in zip(names, shards, strict=True):
-            with open(work / name, "xb", buffering=1 << 20) as file:
-                write(file, shard, read)
-                _force(file)
+            write(work / name, shard, read)
         if len(shards) > 1:
             where = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard}
             index = {"metadata": {"total_size": sum(item.nbytes for item in items)}, "weight_map": where}
             names.append(f"{plain}.index.json")
-            with open(work / names[-1], "xb") as file:
-                file.write(json.dumps(index, indent=2).encode())
-                _force(file)
+            (work / names[-1]).write_text(json.dumps(index, indent=2))
+        for name in names:
+            with open(work / name, "rb") as file:
+                os.fsync(file.fileno())
         for name in names:
             os.rename(work / name, folder / name)
     except BaseException as error:
@@ -172,7 +171,7 @@ def _shards(items: Iterable[_Item], most: int) -> list[list[_Item]]:
     return shards
 
 
-def _write_safetensors(file: BinaryIO, items: list[_Item], read: _Read) -> None:
+def _write_safetensors(path: Path, items: list[_Item], read: _Read) -> None:
     """Writes a file of safetensors, one tensor at a time. The safetensors library can only write tensors that are all
     in memory. The format is described at https://huggingface.co/docs/safetensors."""
     items = sorted(items, key=lambda item: (-item.dtype.itemsize, item.name))  # so all are aligned
@@ -183,61 +182,33 @@ def _write_safetensors(file: BinaryIO, items: list[_Item], read: _Read) -> None:
         header[item.name] = {"dtype": _DTYPES[item.dtype], "shape": item.shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
-    for item in items:
-        tensor = read(item)
-        file.write(bytes_of(tensor))
-        del tensor
+    with open(path, "xb", buffering=1 << 20) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for item in items:
+            tensor = read(item)
+            file.write(bytes_of(tensor))
+            del tensor
 
 
-def _write_torch(file: BinaryIO, items: list[_Item], read: _Read) -> None:
-    """Writes a file of ``torch.save``. Tied tensors share their storage."""
+def _write_torch(path: Path, items: list[_Item], read: _Read) -> None:
+    """Writes a file of ``torch.save`` without values, and then copies each tensor into it. Tied tensors share their
+    storage."""
     state: dict[str, torch.Tensor] = {}
     distinct: dict[object, _Item] = {}
     for item in items:
         first = distinct.setdefault(item.content, item)
         state[item.name] = state.get(first.name, torch.empty(item.shape, dtype=item.dtype))  # takes no memory yet
-    stepped = _Stepped(file, map(read, (item for item in distinct.values() if item.nbytes)))
     try:
         with torch.serialization.skip_data():
-            torch.save(state, stepped)  # type: ignore[arg-type]
-    except RuntimeError as error:  # torch hides the error of the file
-        raise stepped.failure or error from error
-
-
-class _Stepped(io.RawIOBase):
-    """A file for ``torch.save``, which seeks over the values of each tensor (``skip_data``). There it writes the values
-    of the next tensor."""
-
-    def __init__(self, file: BinaryIO, values: Iterator[torch.Tensor]) -> None:
-        self._file, self._values = file, values
-        self.failure: Exception | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.failure = self.failure or error
-            raise
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        try:
-            if offset:
-                tensor = next(self._values)
-                assert (whence, offset) == (1, tensor.nbytes)
-                self._file.write(bytes_of(tensor))
-        except Exception as error:
-            self.failure = error
-            raise
-        return 0
-
-    def flush(self) -> None:
-        pass
-
-
-def _force(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+            torch.save(state, path)
+    except RuntimeError as error:  # in place of OSError
+        raise CheckpointError(f"{path} could not be written: {error}") from error
+    with open(path, "rb+") as file:  # on a full disk an error here, but the end of the process below
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        mapped = torch.load(path, mmap=True, weights_only=True)
+    for item in distinct.values():
+        mapped[item.name].copy_(read(item))
 
 
 class _Tensors(nn.Module):
