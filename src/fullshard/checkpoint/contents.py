@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from torch.serialization import get_safe_globals
 
 from fullshard.checkpoint.layout import Box, Layout, layout_of
-from fullshard.checkpoint.manifest import Kind
 from fullshard.checkpoint.reader import Checkpoint, CheckpointError, Target
 from fullshard.checkpoint.selection import Selection
 from fullshard.group.parameter import local_tensor, plain_name
@@ -89,33 +88,21 @@ class Contents:
 
     def _add_inner(self, paths: list[Path], local: Any, layout: Layout) -> None:
         """Adds the inner tensors of a subclass. The one with the shape and dtype of the subclass gets its name."""
-        attributes, inner = inner_tensors(local)
-        is_optimizer_state = paths[0][0] == "optimizer"  # its outline names the class
-        alike = [name for name in attributes if _kind(inner[name]) == _kind(local)]
-        for name in attributes:
-            is_itself = not is_optimizer_state and name == next(iter(alike), None)
-            inside = paths if is_itself else [(*path, name) for path in paths]
-            if inner[name].shape == local.shape:
-                self.add(named(*inside), inner[name], layout)
+        inner = {name: getattr(local, name).detach() for name in local.__tensor_flatten__()[0]}
+        alike = [name for name, each in inner.items() if (each.shape, each.dtype) == (local.shape, local.dtype)]
+        itself = alike[0] if alike and paths[0][0] != "optimizer" else None  # an optimizer's outline names the class
+        for name, each in inner.items():
+            inside = paths if name == itself else [(*path, name) for path in paths]
+            if each.shape == local.shape:
+                self.add(named(*inside), each, layout)
             else:
-                whole = Layout(
-                    tuple(inner[name].shape), (((0,) * inner[name].ndim, tuple(inner[name].shape)),), layout.copies
-                )
+                whole = Layout(tuple(each.shape), (((0,) * each.ndim, tuple(each.shape)),), layout.copies)
                 for box in layout.boxes:
-                    self.add(named(*((*path, _box_name(box)) for path in inside)), inner[name], whole)
+                    self.add(named(*((*path, _box_name(box)) for path in inside)), each, whole)
 
 
 def named(*paths: Path) -> dict[str, Path]:
     return {".".join(map(str, path)): path for path in paths}
-
-
-def inner_tensors(local: Any) -> tuple[list[str], dict[str, torch.Tensor]]:
-    names = list(local.__tensor_flatten__()[0])
-    return names, {name: getattr(local, name).detach() for name in names}
-
-
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.dtype
 
 
 def _box_name(box: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
@@ -307,38 +294,33 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
                 continue  # this rank has no elements of it, and so no state
             state: State = {}
             for original in originals:
-                for key, name in saved.get(params.known[original].names[0], {}).items():
+                layout, names = params.known[original]
+                for key, name in saved.get(names[0], {}).items():
                     if "." in key:
                         continue
                     if name in flattened or name in checkpoint.manifest.objects:
                         outline = flattened[name] if name in flattened else checkpoint.value(name)
-                        state[key] = _filled(outline, name, param, params.known[original].layout, checkpoint)
+                        state[key] = _filled(outline, name, param, layout, checkpoint)
                     elif key not in state:
-                        entry, _ = checkpoint.tensors.positions[name]
-                        is_part = entry.shape == params.known[original].layout.shape and (entry.shape or key != "step")
-                        kept = optimizer.state.get(param, {}).get(key) if param in optimizer.state else None
-                        shape = tuple(param.shape) if is_part else entry.shape
-                        if type(optimizer).__name__ == "Adafactor" and is_part:
-                            _expect_same_cut(params.known[original].layout, entry, name, checkpoint)
+                        kind, _ = checkpoint.tensors.positions[name]
+                        is_part = kind.shape == layout.shape and (kind.shape or key != "step")
+                        if type(optimizer).__name__ == "Adafactor" and is_part and not {*layout.boxes} <= {*kind.boxes}:
+                            # it computes differently on other parts
+                            raise cut_differently(f"'{name}', state of Adafactor", checkpoint)
+                        shape = tuple(param.shape) if is_part else kind.shape
+                        kept = optimizer.state[param].get(key) if param in optimizer.state else None
                         if isinstance(kept, torch.Tensor) and is_traceable_subclass(local_tensor(kept)):
                             kept = None  # its inner tensors are not what the checkpoint has
-                        if isinstance(kept, torch.Tensor) and (tuple(kept.shape), kept.dtype) == (shape, entry.dtype):
+                        if isinstance(kept, torch.Tensor) and (tuple(kept.shape), kept.dtype) == (shape, kind.dtype):
                             state[key] = kept
                         elif is_part:
-                            state[key] = _like(param, entry.dtype)
+                            state[key] = _like(param, kind.dtype)
                         else:
-                            state[key] = torch.zeros(
-                                shape, dtype=entry.dtype, device=param.device if on_device else None
-                            )
+                            device = param.device if on_device else None
+                            state[key] = torch.zeros(shape, dtype=kind.dtype, device=device)
             if state:
                 states[param] = state
     return states
-
-
-def _expect_same_cut(layout: Layout, kind: Kind, name: str, checkpoint: Checkpoint) -> None:
-    """Raises an error if a tensor was saved in other parts than this rank's. Adafactor computes differently on them."""
-    if not {*layout.boxes} <= kind.boxes.keys():
-        raise cut_differently(f"'{name}', state of Adafactor", checkpoint)
 
 
 def cut_differently(what: str, checkpoint: Checkpoint) -> ValueError:
