@@ -24,14 +24,8 @@ import torch
 from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError, printable
 from fullshard.checkpoint.compare import compare
 from fullshard.checkpoint.convert import FORMATS, WrongUse, export, files_of, import_model
-from fullshard.checkpoint.display import (
-    print_json,
-    print_lines,
-    print_table,
-    progress,
-    value_of,
-)
-from fullshard.checkpoint.keep import BestN, EveryNSteps, LatestN, NewerThan, PreservationPolicy
+from fullshard.checkpoint.display import print_json, print_lines, print_table, progress, value_of
+from fullshard.checkpoint.keep import BestN, EveryNSteps, LatestN, NewerThan
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     METADATA,
@@ -58,41 +52,37 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     """Gives a parser the commands; their options have ``call``, which returns the exit code."""
     commands = parser.add_subparsers(required=True)
 
-    def add(function: Callable[[argparse.Namespace], int], name: str, *directories: str) -> argparse.ArgumentParser:
-        about = str(function.__doc__)
-        command = commands.add_parser(
-            name, help=about.partition(".\n")[0].rstrip("."), description=about, epilog=_CODES
-        )
+    def add(function: Callable[..., int], *directories: str, step: str = "") -> argparse.ArgumentParser:
+        name, about = function.__name__.removeprefix("_"), str(function.__doc__)
+        short = about.partition(".\n")[0].rstrip(".")
+        command = commands.add_parser(name, help=short, description=about, epilog=_CODES)
         for directory in directories:
-            kind = Path if directory in ("OUT", "SOURCE") else _parse_directory
+            kind = Path if directory in ("OUT", "SOURCE") else _reads(located)
             command.add_argument(directory.lower(), metavar=directory, type=kind)
+        if step:
+            command.add_argument("--step", type=_parse_count, help=step)
         command.add_argument("--json", action="store_true", help="print JSON")
         command.set_defaults(call=partial(_run, function))
         return command
 
-    def add_step(command: argparse.ArgumentParser, what: str) -> None:
-        command.add_argument("--step", type=_parse_count, help=what)
-
-    add(_list, "list", "DIR")
-    add_step(add(_show, "show", "DIR"), "of this step instead of the newest whole one")
-    add_step(add(_verify, "verify", "DIR"), "of this step only")
-    command = add(_export, "export", "DIR", "OUT")
-    add_step(command, "of this step instead of the newest whole one")
+    add(_list, "DIR")
+    add(_show, "DIR", step="of this step instead of the newest whole one")
+    add(_verify, "DIR", step="of this step only")
+    command = add(_export, "DIR", "OUT", step="of this step instead of the newest whole one")
     command.add_argument("--format", choices=FORMATS, help="default: by the suffix of OUT, or else safetensors")
     command.add_argument("--dtype", type=_parse_dtype, help="cast floating-point values: bf16, fp16, fp32, fp64")
     command.add_argument("--max-shard-size", type=bytes_argument, help="the largest file size in a directory (5GB)")
-    command = add(_import, "import", "SOURCE", "DIR")
-    add_step(command, "the step of the checkpoint (default: the next one)")
-    add(_diff, "diff", "A", "B")
-    command = add(_prune, "prune", "DIR")
-    for name, metavar, what in (
-        ("latest", "N", "the N newest"),
-        ("every", "N", "every step that is a multiple of N"),
-        ("best", "METRIC:N[:max]", "the N with the lowest (or highest) value of a metric"),
-        ("newer", "AGE", "those younger than 90m, 24h or 7d"),
+    add(_import, "SOURCE", "DIR", step="the step of the checkpoint (default: the next one)")
+    add(_diff, "A", "B")
+    command = add(_prune, "DIR")
+    for name, metavar, parse, what in (
+        ("latest", "N", lambda text: LatestN(int(text)), "the N newest"),
+        ("every", "N", lambda text: EveryNSteps(int(text)), "every step that is a multiple of N"),
+        ("best", "METRIC:N[:max]", _parse_best, "the N with the lowest (or highest) value of a metric"),
+        ("newer", "AGE", lambda text: NewerThan(_parse_age(text)), "those younger than 90m, 24h or 7d"),
     ):
-        make = partial(_parse_policy, name)
-        command.add_argument(f"--{name}", dest="keep", action="append", type=make, metavar=metavar, help=f"keep {what}")
+        kept: dict[str, Any] = {"dest": "keep", "action": "append", "type": _reads(parse), "metavar": metavar}
+        command.add_argument(f"--{name}", help=f"keep {what}", **kept)
     command.add_argument("--dry-run", action="store_true", help="remove nothing")
 
 
@@ -329,16 +319,25 @@ def _prune(options: argparse.Namespace) -> int:
     return 0
 
 
-def _parse_policy(name: str, text: str) -> PreservationPolicy:
-    try:
-        if name == "best":
-            metric, count, *mode = text.split(":")
-            return BestN(metric, int(count), *mode)  # type: ignore[arg-type]
-        if name == "newer":
-            return NewerThan(timedelta(**{{"m": "minutes", "h": "hours", "d": "days"}[text[-1:]]: float(text[:-1])}))
-        return LatestN(int(text)) if name == "latest" else EveryNSteps(int(text))
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be read: {error}") from error
+def _parse_best(text: str) -> BestN:
+    metric, count, *mode = text.split(":")
+    return BestN(metric, int(count), *mode)  # type: ignore[arg-type]
+
+
+def _parse_age(text: str) -> timedelta:
+    return timedelta(**{{"m": "minutes", "h": "hours", "d": "days"}[text[-1:]]: float(text[:-1])})
+
+
+def _reads(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A type of an argument, with the errors of ``parse``. (Of a ValueError, argparse would not show the message.)"""
+
+    def checked(text: str) -> Any:
+        try:
+            return parse(text)
+        except (ValueError, TypeError, KeyError, OverflowError, ImportError) as error:
+            raise argparse.ArgumentTypeError(f"{text!r} cannot be read: {error}") from error
+
+    return checked
 
 
 def _saves(directory: Location, step: int | None = None, unfinished: Sequence[Location] = ()) -> list[Location]:
@@ -398,13 +397,6 @@ def _time(path: Location) -> str:
     with contextlib.suppress(ValueError, OverflowError):  # of no year that there is
         return datetime.fromtimestamp(last.stat().st_mtime).isoformat(" ", "seconds")
     return "-"
-
-
-def _parse_directory(text: str) -> Location:
-    try:
-        return located(text)
-    except (ImportError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _parse_dtype(text: str) -> torch.dtype:

@@ -45,18 +45,14 @@ Path = tuple[str | int, ...]
 
 @dataclass
 class Contents:
-    """This rank's part of a checkpoint.
-
-    Attributes:
-        boxes: boxes of tensors.
-        tensors: the values of each box. They share the memory of the model and the optimizer.
-        values: values that are not tensors, on the ranks that may write them; the layout names those ranks.
-        paths: for each name, the keys that lead to it in a nested state dict.
-    """
+    """This rank's part of a checkpoint."""
 
     boxes: list[Box] = field(default_factory=list)
+    #: The values of each box. They share the memory of the model and the optimizer.
     tensors: list[torch.Tensor] = field(default_factory=list)
+    #: Values that are not tensors, on the ranks that may write them; the layout names those ranks.
     values: dict[str, tuple[Any, Layout]] = field(default_factory=dict)
+    #: For each name, the keys that lead to it in a nested state dict.
     paths: dict[str, Path] = field(default_factory=dict)
 
     def add(self, paths: Mapping[str, Path], value: Any, layout: Layout | None = None) -> None:

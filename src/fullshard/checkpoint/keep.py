@@ -39,8 +39,16 @@ class PreservationPolicy(Protocol):
         """
 
 
+class _Counted:
+    n: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.n, int) or self.n < 1:
+            raise ValueError(f"{type(self).__name__} has n={self.n!r}; expected an integer of 1 or more")
+
+
 @dataclass(frozen=True)
-class LatestN:
+class LatestN(_Counted):
     """Keeps the ``n`` newest checkpoints.
 
     Raises:
@@ -49,15 +57,12 @@ class LatestN:
 
     n: int
 
-    def __post_init__(self) -> None:
-        _check_count(self, self.n)
-
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo]) -> list[bool]:
         return [number < self.n for number in range(len(checkpoints))]
 
 
 @dataclass(frozen=True)
-class EveryNSteps:
+class EveryNSteps(_Counted):
     """Keeps the checkpoints whose step is a multiple of ``n``.
 
     Raises:
@@ -66,15 +71,12 @@ class EveryNSteps:
 
     n: int
 
-    def __post_init__(self) -> None:
-        _check_count(self, self.n)
-
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo]) -> list[bool]:
         return [each.step % self.n == 0 for each in checkpoints]
 
 
 @dataclass(frozen=True)
-class BestN:
+class BestN(_Counted):
     """Keeps the ``n`` checkpoints with the lowest value of a ``metric``, or the highest with ``mode="max"``. Of equal
     values, the newer is kept. No checkpoint is kept for a NaN.
 
@@ -89,7 +91,7 @@ class BestN:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        _check_count(self, self.n)
+        super().__post_init__()
         if self.mode not in ("min", "max"):
             raise ValueError(f"BestN has mode={self.mode!r}; expected 'min' or 'max'")
 
@@ -132,10 +134,8 @@ def checked_policies(keep_last: int | None, keep: Sequence[PreservationPolicy] |
         raise ValueError(f"keep_last={keep_last} and keep are both given: leave out keep_last, or add LatestN to keep")
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; expected None or how many to keep, 1 or more")
-    if keep_last is not None:
-        return [LatestN(keep_last)]
     if keep is None:
-        return []
+        return [] if keep_last is None else [LatestN(keep_last)]
     if not isinstance(keep, Sequence) or any(
         isinstance(each, type) or not isinstance(each, PreservationPolicy) for each in keep
     ):
@@ -151,8 +151,3 @@ def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
         return {str(name): float(value) for name, value in dict(metrics or {}).items()}
     except (TypeError, ValueError) as error:
         raise TypeError(f"metrics are {metrics!r}; expected a dict of numbers by name") from error
-
-
-def _check_count(policy: object, n: object) -> None:
-    if not isinstance(n, int) or n < 1:
-        raise ValueError(f"{type(policy).__name__} has n={n!r}; expected an integer of 1 or more")

@@ -59,19 +59,12 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The boxes of a parameter that this rank holds. State that is cut like the parameter has the same layout.
+    """The boxes of a parameter that this rank holds. State that is cut like the parameter has the same layout."""
 
-    Attributes:
-        shape: the shape of the whole parameter.
-        boxes: the offsets and sizes of each box.
-        copies: the ranks that hold the same boxes.
-        order: the order of the dims in memory, if this rank's part is one run of elements.
-    """
-
-    shape: tuple[int, ...]
-    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    copies: Copies
-    order: tuple[int, ...] | None = None
+    shape: tuple[int, ...]  # of the whole parameter
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # the offsets and sizes of each
+    copies: Copies  # the ranks that hold the same boxes
+    order: tuple[int, ...] | None = None  # the order of the dims in memory, if this rank's part is one run of elements
 
     @property
     def has_first(self) -> bool:

@@ -1,7 +1,6 @@
 """The manifest: a small JSON file that describes a checkpoint, beside the files of torch's DCP format.
 
-Owns its fields, the names of directories and files, and the checks that make a manifest safe to use: its own checksum
-    is
+Owns its fields, the names of directories and files, and the checks that make a manifest safe to use: its checksum is
 right, all paths stay inside the directory, each piece is inside its file, and the pieces of a tensor cover it exactly.
 For a checkpoint without a manifest, :mod:`fullshard.checkpoint.dcp` makes the same description.
 """
@@ -65,19 +64,14 @@ class Entry:
 
 @dataclass(eq=False, slots=True)
 class Kind:
-    """A kind of tensors: they differ only in their names, and in where their pieces start.
-
-    Attributes:
-        pieces: for each piece its file, its length, the distance from its start to its values (or -1), offsets, sizes.
-        starts: for each piece, its start for each of the tensors.
-        boxes: the number of a piece, by offsets and sizes.
-    """
+    """A kind of tensors: they differ only in their names, and in where their pieces start."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    #: For each piece its file, its length, the distance from its start to its values (or -1), offsets, sizes.
     pieces: list[tuple[str, int, int, tuple[int, ...], tuple[int, ...]]]
-    starts: list[list[int]]
-    boxes: dict[Any, int] = field(init=False)
+    starts: list[list[int]]  # for each piece, its start for each of the tensors
+    boxes: dict[Any, int] = field(init=False)  # the number of a piece, by offsets and sizes
 
     def __post_init__(self) -> None:
         self.boxes = {piece[3:]: number for number, piece in enumerate(self.pieces)}
@@ -147,35 +141,24 @@ class StoredFile(NamedTuple):
 
 @dataclass
 class Manifest:
-    """The contents of a checkpoint.
+    """The contents of a checkpoint."""
 
-    Attributes:
-        step: the training step that was given to :func:`fullshard.checkpoint.save`, or the next number.
-        world_size: how many ranks wrote it; 0 if unknown.
-        frozen: whether frozen parameters were saved.
-        versions: the versions of fullshard and torch.
-        files: the files inside the directory, by name.
-        tensors: the tensors, by their names in DCP's format, such as ``model.blocks.0.weight``.
-        objects: other values, by name.
-        state: for each name that was given to ``save``, the number of the value that each rank has.
-        paths: for a checkpoint of DCP, the keys that lead to each name in the nested state dict.
-        time: when it was saved, in UTC; ``None`` if an older version saved it.
-        metrics: the metrics that were given to ``save``.
-        binding: for an in-memory replica, the training it belongs to, see :mod:`fullshard.checkpoint.replicas`.
-    """
-
-    step: int = 0
-    world_size: int = 0
-    frozen: bool = True
-    versions: dict[str, str] = field(default_factory=dict)
-    files: dict[str, StoredFile] = field(default_factory=dict)
+    step: int = 0  # the training step that was given to save, or the next number
+    world_size: int = 0  # how many ranks wrote it; 0 if unknown
+    frozen: bool = True  # whether frozen parameters were saved
+    versions: dict[str, str] = field(default_factory=dict)  # those of fullshard and torch
+    files: dict[str, StoredFile] = field(default_factory=dict)  # the files inside the directory, by name
+    #: The tensors, by their names in DCP's format, such as ``model.blocks.0.weight``.
     tensors: Tensors = field(default_factory=lambda: Tensors((), (), ()))
-    objects: dict[str, Stored] = field(default_factory=dict)
+    objects: dict[str, Stored] = field(default_factory=dict)  # other values, by name
+    #: For each name that was given to ``save``, the number of the value that each rank has.
     state: dict[str, list[int]] = field(default_factory=dict)
+    #: For a checkpoint of DCP, the keys that lead to each name in the nested state dict.
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    #: For an in-memory replica, the training it belongs to, see :mod:`fullshard.checkpoint.replicas`.
     binding: dict[str, str] = field(default_factory=dict)
-    time: datetime | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    time: datetime | None = None  # when it was saved, in UTC; None if an older version saved it
+    metrics: dict[str, float] = field(default_factory=dict)  # those that were given to save
 
 
 def is_checkpoint(path: Location) -> bool:
@@ -199,8 +182,7 @@ def number_of(name: str) -> tuple[int, int] | None:
 
 def step_of(name: str) -> int | None:
     """The step of a save's directory; ``None`` for other directories."""
-    number = number_of(name)
-    return number[0] if number else None
+    return (number_of(name) or (None,))[0]
 
 
 def steps_of(paths: Iterable[Path]) -> list[int]:
@@ -261,14 +243,8 @@ def decode(data: bytes, path: Path) -> Manifest:
                 f"{path} is of format {fields['format']} with blocks of {fields['block']} bytes, and this version of "
                 f"fullshard reads format {FORMAT} with blocks of {BLOCK}: use the version that wrote it, or a newer one"
             )
-        files = list(fields["files"])
-        manifest = Manifest(
-            int(fields["step"]),
-            int(fields["world_size"]),
-            bool(fields["frozen"]),
-            fields["versions"],
-            state=fields["state"],
-        )
+        files, (step, ranks) = list(fields["files"]), (int(fields["step"]), int(fields["world_size"]))
+        manifest = Manifest(step, ranks, bool(fields["frozen"]), fields["versions"], state=fields["state"])
         manifest.files = {name: StoredFile(size, [*sums]) for name, (size, sums) in fields["files"].items()}
         manifest.binding = {key: str(value) for key, value in fields.get("near", {}).items()}
         manifest.time = datetime.fromisoformat(fields["time"]).astimezone(UTC) if "time" in fields else None
@@ -399,12 +375,7 @@ def _check_runs(
 
 
 def checked_state(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The further state that was given to a save or a load.
-
-    Raises:
-        TypeError: it is no dict.
-        ValueError: a name in it cannot be stored.
-    """
+    """The further state that was given to a save or a load. Raises TypeError or ValueError."""
     if not isinstance(state, Mapping | None):
         raise TypeError(f"state is of type {type(state).__name__}; expected a dict of state by name")
     for name in state or {}:
@@ -414,12 +385,7 @@ def checked_state(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def checked_step(step: int | None) -> int | None:
-    """The step that was given to a save or a load.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is less than 0.
-    """
+    """The step that was given to a save or a load. Raises TypeError or ValueError."""
     if step is not None and not hasattr(step, "__index__"):
         raise TypeError(f"step is {step!r}; expected an integer")
     if step is not None and (step := operator.index(step)) < 0:

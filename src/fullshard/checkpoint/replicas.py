@@ -20,7 +20,7 @@ import json
 import shutil
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,14 +30,7 @@ from torch.distributed import ProcessGroup
 
 from fullshard._renamed import renamed_keywords
 from fullshard.checkpoint.background import wait_until_finished
-from fullshard.checkpoint.blocks import (
-    BLOCK,
-    BlockWriter,
-    CheckpointError,
-    CorruptCheckpointError,
-    bytes_of,
-    checksum,
-)
+from fullshard.checkpoint.blocks import BLOCK, BlockWriter, CheckpointError, CorruptCheckpointError, bytes_of, checksum
 from fullshard.checkpoint.manifest import MANIFEST, Location, StoredFile, mark_of
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.reader import list_checkpoints
@@ -140,27 +133,28 @@ class _Copy:
         self.rank, self.path, self.file = rank, path, file
         self._writer: BlockWriter | None = None
         self._error: OSError | None = None
-        try:
+        with self._attempt():
             self._writer = BlockWriter(path)
+
+    @contextlib.contextmanager
+    def _attempt(self) -> Iterator[None]:
+        """Keeps the first error until :meth:`close`."""
+        try:
+            yield
         except OSError as error:
-            self._error = error
+            self._error = self._error or error
 
     def write(self, data: torch.Tensor) -> None:
-        try:
-            if self._writer is not None and self._error is None:
+        if self._writer is not None and self._error is None:
+            with self._attempt():
                 self._writer.write(bytes_of(data))
-        except OSError as error:
-            self._error = error
 
     def close(self) -> None:
-        try:
-            if self._writer is not None and self._error is None:
-                self._writer.close()
-        except OSError as error:
-            self._error = error
-        finally:
+        with contextlib.ExitStack() as opened, self._attempt():
             if self._writer is not None:
-                self._writer.abandon()
+                opened.callback(self._writer.abandon)
+                if self._error is None:
+                    self._writer.close()
         if self._error is not None:
             raise CheckpointError(f"{self.path} could not be written: {self._error.strerror}") from self._error
         assert self._writer is not None
