@@ -68,6 +68,12 @@ class Contents:
             self.values.update((name, (value, layout or layout_of(torch.empty(0)))) for name in paths)
         self.paths |= paths
 
+    def targets(self, names: Container[str]) -> Iterator[Target]:
+        """What to read: the boxes that a checkpoint has. A tied tensor is read by the first of its names there."""
+        for box, tensor in zip(self.boxes, self.tensors, strict=True):
+            if name := next((each for each in box[0] if each in names), None):
+                yield name, box[1], box[2], tensor
+
     def is_partial(self, ranks: int) -> bool:
         """Whether a tensor is distributed over fewer ranks than that."""
         return any(box.copies.among < ranks for box in self.boxes)
@@ -113,16 +119,11 @@ class Known(NamedTuple):
 
 
 class Parameters:
-    """The parameters of a model as optimizers have them, and this rank's part of each original parameter.
-
-    Attributes:
-        found: the parameters of each group. They are kept for the next save.
-        shown: for each parameter that an optimizer may have, the original parameters in it.
-        known: the layout and the names of each original parameter.
-    """
+    """The parameters of a model as optimizers have them, and this rank's part of each original parameter."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.found = model, list[GroupParameters]()
+        self.model, self.found = model, list[GroupParameters]()  # those of each group, kept for the next save
+        #: For each parameter that an optimizer may have, the original parameters in it.
         self.shown = shown_parameters(model, self.found)
         self.known: dict[OriginalParameter, Known] = {}
         for found in self.found:
@@ -456,13 +457,6 @@ def load_optimizer(
         for key, value in state.items():  # optimizers cast state to the dtype of the parameter
             if not isinstance(value, torch.Tensor) or optimizer.state[param][key].dtype != value.dtype:
                 optimizer.state[param][key] = value
-
-
-def targets(contents: Contents, names: Container[str]) -> Iterator[Target]:
-    """The targets to read: the boxes that a checkpoint has. A tied tensor is read by the first of its names there."""
-    for box, tensor in zip(contents.boxes, contents.tensors, strict=True):
-        if name := next((each for each in box[0] if each in names), None):
-            yield name, box[1], box[2], tensor
 
 
 def _is_wrapped(model: nn.Module) -> bool:

@@ -77,7 +77,7 @@ def export(
     max_shard: int | None = None,
     report: Callable[[int], object] = lambda _: None,
 ) -> list[Path]:
-    """Writes the tensors of the model, without those of the optimizer, as files.
+    """Writes the tensors of the model, without those of the optimizer. Returns the new files, an index last.
 
     Args:
         out: a file, if it has the suffix of a format; otherwise a directory, which may exist.
@@ -85,9 +85,6 @@ def export(
         dtype: the dtype to which floating-point values of 16 bits and more are cast.
         max_shard: the most bytes of a file in a directory; ``None``: 5 GB. A larger tensor gets its own file.
         report: is called with the bytes of each tensor that was written.
-
-    Returns:
-        the new files, an index last.
 
     Raises:
         WrongUse: the arguments do not fit together or exist already. Nothing was written.
@@ -225,18 +222,8 @@ class _Tensors(nn.Module):
 def import_model(
     source: Path, directory: Location, step: int | None = None, report: Callable[[int], object] = lambda _: None
 ) -> tuple[Location, list[str]]:
-    """Makes a checkpoint of the tensors that :func:`tensors_of` finds.
-
-    Args:
-        report: is called with the number of bytes written, after each write.
-
-    Returns:
-        the new checkpoint, and the names of values that were left out because they are not tensors.
-
-    Raises:
-        WrongUse: there are no such files, or no tensors in them.
-        CorruptCheckpointError: a file cannot be loaded without executing code.
-    """
+    """Makes a checkpoint of the tensors that :func:`tensors_of` finds, with its errors. Returns the checkpoint, and the
+    names of values that were left out. ``report`` is called with the number of bytes written, after each write."""
     tensors, left_out = tensors_of(source)
     token = ON_WRITTEN.set(report)
     try:
@@ -249,7 +236,12 @@ def import_model(
 
 def tensors_of(source: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The tensors in a file, or in the files of a directory, by name, and the names of values that are not tensors. The
-    files are mapped, not loaded. The errors are those of :func:`import_model`."""
+    files are mapped, not loaded.
+
+    Raises:
+        WrongUse: there are no such files, or no tensors in them.
+        CorruptCheckpointError: a file cannot be loaded without executing code.
+    """
     tensors: dict[str, torch.Tensor] = {}
     left_out: list[str] = []
     for file in files_of(source):

@@ -14,7 +14,7 @@ import math
 import pickle
 import struct
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -83,7 +83,10 @@ def _described(metadata: dict[str, Any], path: Path) -> Manifest:
         if "chunks" not in stored:
             manifest.objects[_text(name)] = locations[name, None]
             continue
-        entry = Entry(_dtype(stored["properties"]), _numbers(stored["size"]))
+        dtype = stored["properties"].state[0]
+        if type(dtype) is not plain.Global or dtype.module != "torch":
+            raise TypeError("it has no dtype where one is expected")
+        entry = Entry(dtype_of(dtype.name), _numbers(stored["size"]))
         for chunk in stored["chunks"]:
             box = _fields(chunk, "ChunkStorageMetadata")
             offsets = _numbers(box["offsets"])
@@ -133,13 +136,6 @@ def _numbers(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _dtype(properties: Any) -> torch.dtype:
-    dtype = properties.state[0]
-    if type(dtype) is not plain.Global or dtype.module != "torch":
-        raise TypeError("it has no dtype where one is expected")
-    return dtype_of(dtype.name)
-
-
 def write_metadata(manifest: Manifest, paths: dict[str, tuple[str | int, ...]]) -> bytes:
     """The bytes of the ``.metadata`` for a manifest. ``paths`` are the keys that lead to each name's value."""
     tensors: dict[str, Any] = {}
@@ -173,9 +169,6 @@ class _Skeleton(io.RawIOBase):
         self.parts.append(bytearray())
         return 0
 
-    def flush(self) -> None:
-        pass
-
 
 @lru_cache(maxsize=4096)
 def around(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes, int]:
@@ -207,27 +200,31 @@ def saved(value: Any, what: str) -> bytes:
 
 def without_dtensors(value: Any, path: Keys, found: dict[Keys, DTensor]) -> Any:
     """A copy of a value with ``None`` in place of each DTensor. The DTensors are put into ``found``, by their paths."""
-    if isinstance(value, DTensor):
+
+    def without(path: Keys, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
         found[path] = value
         return None
-    if isinstance(value, Mapping):
-        whole = copy.copy(value) if isinstance(value, dict) else dict(value)
-        whole.update({key: without_dtensors(each, (*path, str(key)), found) for key, each in value.items()})
-        return whole
-    if type(value) in (list, tuple):
-        return type(value)(without_dtensors(each, (*path, number), found) for number, each in enumerate(value))
-    return value
+
+    return _mapped(without, value, path)
 
 
 def with_dtensors(value: Any, path: Keys, found: Mapping[Keys, DTensor]) -> Any:
     """The reverse of :func:`without_dtensors`: puts the DTensors back."""
-    if path in found:
-        return found[path]
-    if isinstance(value, dict):
-        value.update({key: with_dtensors(each, (*path, str(key)), found) for key, each in value.items()})
-    elif type(value) in (list, tuple):
-        return type(value)(with_dtensors(each, (*path, number), found) for number, each in enumerate(value))
-    return value
+    return _mapped(found.get, value, path)
+
+
+def _mapped(fn: Callable[[Keys, Any], Any], value: Any, path: Keys) -> Any:
+    """A copy of nested dicts, lists and tuples with what ``fn`` makes of each other value and the keys that lead to
+    it."""
+    if isinstance(value, Mapping):
+        whole = copy.copy(value) if isinstance(value, dict) else dict(value)
+        whole.update({key: _mapped(fn, each, (*path, str(key))) for key, each in value.items()})
+        return whole
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(fn, each, (*path, number)) for number, each in enumerate(value))
+    return fn(path, value)
 
 
 def _odd(value: Any, at: str = "") -> Iterator[str]:

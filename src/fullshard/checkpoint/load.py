@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,15 +22,7 @@ from torch.optim import Optimizer
 from fullshard._renamed import renamed_keywords
 from fullshard.checkpoint.background import wait_until_finished
 from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError, without_collections
-from fullshard.checkpoint.contents import (
-    Contents,
-    Parameters,
-    cut_differently,
-    load_optimizer,
-    named,
-    new_states,
-    targets,
-)
+from fullshard.checkpoint.contents import Contents, Parameters, cut_differently, load_optimizer, named, new_states
 from fullshard.checkpoint.dcp import with_dtensors, without_dtensors
 from fullshard.checkpoint.fetch import Replica, find_replicas
 from fullshard.checkpoint.manifest import Location, checked_state, checked_step, few, number_of, step_of, steps_of
@@ -192,20 +185,20 @@ def _relative(path: Location | None, directory: Location) -> str | None:
     return None if path is None else "" if path == directory else path.name
 
 
+@dataclass
 class Loading:
     """One attempt to load a checkpoint."""
 
-    def __init__(
-        self, path: Location, opens: Callable[[], Checkpoint], selection: Selection, ranks: Ranks,
-        step: int | None = None,
-    ) -> None:  # fmt: skip
-        self.path, self.open, self.selection, self.ranks, self.step = path, opens, selection, ranks, step
-        self.strict = selection.strict
-        self.opened = ExitStack()  # keeps the checkpoint from being removed until it is applied
-        self.state: dict[str, Any] = {}
-        self.other_values: dict[str, Any] = {}
-        self.states: dict[nn.Parameter, dict[str, Any]] = {}
-        self.sharded: dict[tuple[str | int, ...], Any] = {}
+    path: Location
+    open: Callable[[], Checkpoint]
+    selection: Selection
+    ranks: Ranks
+    step: int | None = None
+    opened: ExitStack = field(default_factory=ExitStack)  # keeps the checkpoint from being removed until it is applied
+    state: dict[str, Any] = field(default_factory=dict)
+    other_values: dict[str, Any] = field(default_factory=dict)
+    states: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
+    sharded: dict[tuple[str | int, ...], Any] = field(default_factory=dict)
 
     def read(self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any]) -> None:
         """Reads everything on all ranks. What is not read directly into the model is kept for :meth:`apply`."""
@@ -230,7 +223,7 @@ class Loading:
                 contents.add({f"model.{name}": ("model", name)}, self.other_values[name])
             elif f"model.{name}" in manifest.objects:
                 self.other_values[name] = self.checkpoint.value(f"model.{name}")
-        if not self.strict and not self.has_optimizer:
+        if not self.selection.strict and not self.has_optimizer:
             optimizer = None
         if optimizer is not None:
             for param, originals in self.params.shown.items():
@@ -245,7 +238,7 @@ class Loading:
         contents.values.clear()
         self._read_state(contents, state)
         self._compare(contents, optimizer)
-        self.checkpoint.read(targets(contents, manifest.tensors.positions))
+        self.checkpoint.read(contents.targets(manifest.tensors.positions))
         self.params.written()
         both = manifest.tensors, manifest.objects
         self.other_values = {
@@ -262,7 +255,7 @@ class Loading:
         self.state = self.checkpoint.state(self.ranks.rank)
         for name, each in state.items():
             if hasattr(each, "load_state_dict"):
-                if name not in self.state and self.strict:
+                if name not in self.state and self.selection.strict:
                     raise KeyError(
                         f"{self.path} has no state '{name}', only {sorted(self.state)}: leave it out of load(state=...)"
                     )
@@ -286,7 +279,7 @@ class Loading:
         ]
         if problems[2:]:
             problems[1:] = [f"{few([f'model.{name}' for name in [*self.selection.differing][1:]])} differ, too"]
-        if not self.strict:
+        if not self.selection.strict:
             if problems and self.ranks.first:
                 warn(f"tensors of different shapes keep the model's values: {'; '.join(problems)}")
             return

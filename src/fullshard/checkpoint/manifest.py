@@ -83,19 +83,14 @@ class Kind:
 
 
 class Tensors(Mapping[str, Entry]):
-    """Tensors by name. There are many tensors of few kinds, so an entry is made only when it is asked for.
-
-    Attributes:
-        numbers: the number of the kind of each tensor.
-        members: the names of the tensors of each kind.
-        positions: for each name, its kind and its index in that kind.
-    """
+    """Tensors by name. There are many tensors of few kinds, so an entry is made only when it is asked for."""
 
     def __init__(self, names: Sequence[str], numbers: Sequence[int], kinds: Sequence[Kind]) -> None:
-        self.numbers, self.kinds, self.members = numbers, kinds, [list[str]() for _ in kinds]
+        self.numbers, self.kinds = numbers, kinds  # numbers: that of the kind of each tensor
+        self.members = [list[str]() for _ in kinds]  # the names of the tensors of each kind
         for name, number in zip(names, numbers, strict=True):
             self.members[number].append(name)
-        self.positions: dict[str, Any] = dict.fromkeys(names)
+        self.positions: dict[str, Any] = dict.fromkeys(names)  # for each name, its kind and its index in that kind
         for kind, members in zip(kinds, self.members, strict=True):
             self.positions.update(zip(members, zip(repeat(kind), count(), strict=False), strict=False))
 

@@ -67,23 +67,22 @@ class Hosts:
         ranks: the ranks that save or load.
         directory: the directory of checkpoints, whose training the saved replicas belong to.
 
-    Attributes:
-        members: the ranks of each host, by the first of them.
-        leader: the first rank of this host. It makes the replica in this host's directory visible.
-        to: the rank of another host that receives this rank's file; ``None`` if there is only one host.
-        sources: the ranks whose files this rank receives.
-        binding: what the manifest of a replica says about its training.
-
     Raises:
         CheckpointError: on all ranks, if the directory cannot be made on one.
     """
+
+    binding: dict[str, str]  # what the manifest of a replica says about its training
+    members: dict[int, list[int]]  # the ranks of each host, by the first of them
+    leader: int  # the first rank of this host. It makes the replica in this host's directory visible
+    to: int | None  # the rank of another host that receives this rank's file; None if there is only one host
+    sources: list[int]  # the ranks whose files this rank receives
 
     def __init__(self, root: Path, ranks: Ranks, directory: Location | None = None) -> None:
         self._ranks = ranks
         _, every = ranks.attempt(
             lambda: ((_location_of(root), binding(directory) if directory and ranks.first else {}),)
         )
-        self.binding: dict[str, str] = every[0][1]
+        self.binding = every[0][1]
         hosts: dict[Any, list[int]] = {}
         for rank, (location, _) in enumerate(every):
             hosts.setdefault(location, []).append(rank)
