@@ -147,7 +147,9 @@ def _show(options: argparse.Namespace) -> int:
         groups: dict[str, dict[str, Entry]] = {}
         model = set(checkpoint.model.values())
         for name, entry in checkpoint.tensors.items():
-            groups.setdefault(_group(checkpoint, name, model), {})[name] = entry
+            is_state = any(key.startswith("optim") for key in checkpoint.path_of(name)[:-1])
+            group = "model" if name in model else "optimizer" if is_state else "other"
+            groups.setdefault(group, {})[name] = entry
     summary: dict[str, Any] = {"path": str(checkpoint.path), "time": time}
     if manifest.versions:
         summary |= {"step": manifest.step, "ranks": manifest.world_size, "frozen": manifest.frozen} | manifest.versions
@@ -371,13 +373,6 @@ def _open(directory: Location, step: int | None = None) -> Checkpoint:
         if last.exists():
             raise
     return _open(directory, step)  # another job removed it, so there is a newer one
-
-
-def _group(checkpoint: Checkpoint, name: str, model: set[str]) -> str:
-    if name in model:
-        return "model"
-    path = checkpoint.path_of(name)
-    return "optimizer" if any(key.startswith("optim") for key in path[:-1]) else "other"
 
 
 def _placement(entry: Entry) -> str:

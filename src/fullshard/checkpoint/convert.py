@@ -95,7 +95,13 @@ def export(
     format = format or of_suffix or "safetensors"
     if is_file and (format != of_suffix or max_shard is not None):
         raise WrongUse(f"{out} is one file of {of_suffix}: name a directory for another format, or for several files")
-    items = [_item(checkpoint, name, stored, dtype) for name, stored in checkpoint.model.items()]
+    items = list[_Item]()
+    for name, stored in checkpoint.model.items():
+        entry = checkpoint.tensors[stored]
+        is_cast = dtype is not None and entry.dtype.is_floating_point and entry.dtype.itemsize > 1
+        to = dtype if dtype is not None and is_cast else entry.dtype
+        nbytes = entry.nbytes // entry.dtype.itemsize * to.itemsize
+        items.append(_Item(name, stored, to, entry.shape, nbytes, tuple(entry.pieces) if nbytes else name))
     if not items:
         raise WrongUse(f"{checkpoint.path} has no tensors of a model")
     if dtype is not None and not (dtype.is_floating_point and dtype in _DTYPES):
@@ -146,14 +152,6 @@ def export(
     work.rmdir()
     force_names(folder)
     return [folder / name for name in names]
-
-
-def _item(checkpoint: Checkpoint, name: str, stored: str, dtype: torch.dtype | None) -> _Item:
-    entry = checkpoint.tensors[stored]
-    is_cast = dtype is not None and entry.dtype.is_floating_point and entry.dtype.itemsize > 1
-    to = dtype if dtype is not None and is_cast else entry.dtype
-    nbytes = entry.nbytes // entry.dtype.itemsize * to.itemsize
-    return _Item(name, stored, to, entry.shape, nbytes, tuple(entry.pieces) if nbytes else name)
 
 
 def _shards(items: Iterable[_Item], most: int) -> list[list[_Item]]:
@@ -326,6 +324,3 @@ def _read_torch(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise WrongUse(f"{path} holds a {type(found).__name__}: expected a dict of tensors by name")
     return {str(name): value for name, value in found.items()}
-
-
-__all__ = ["FORMATS", "CheckpointError", "WrongUse", "export", "import_model"]

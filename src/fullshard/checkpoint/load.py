@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -128,13 +128,9 @@ def load(
     return None
 
 
-class _Candidate(NamedTuple):
-    """A checkpoint that may be loaded."""
-
-    path: Location
-    open: Callable[[], Checkpoint]
-    served: Callable[[], AbstractContextManager[None]]  # the context in which ranks read it
-    why: str  # the reason why it is tried next, for the log
+#: A checkpoint that may be loaded: its path, a function that opens it, the context in which ranks read it, and the
+#: reason why it is tried next, for the log.
+_Candidate = tuple[Location, Callable[[], Checkpoint], Callable[[], AbstractContextManager[None]], str]
 
 
 def _steps(places: Sequence[Location]) -> str:
@@ -171,13 +167,13 @@ def _candidates(
             replica = found.pop(0)
             if not replica.refused:
                 reason = f": it is an in-memory replica, and {directory} has nothing newer{of}"
-                yield _Candidate(replica.path, replica.open, replica.served, reason)
+                yield replica.path, replica.open, replica.served, reason
             elif replica.step > step:
                 warn(text := f"the in-memory replica {replica.path} is skipped: {replica.refused}")
                 refused += [text] if of else []
         if path is None:
             return
-        yield _Candidate(path, partial(Checkpoint, path), nullcontext, why)
+        yield path, partial(Checkpoint, path), nullcontext, why
 
 
 def _relative(path: Location | None, directory: Location) -> str | None:

@@ -245,7 +245,13 @@ def decode(data: bytes, path: Path) -> Manifest:
         manifest.time = datetime.fromisoformat(fields["time"]).astimezone(UTC) if "time" in fields else None
         manifest.metrics = {name: float(value) for name, value in fields.get("metrics", {}).items()}
         manifest.objects = {name: Stored(files[number], *run) for name, (number, *run) in fields["objects"].items()}
-        manifest.tensors = _tensors(manifest, fields, path)
+        kinds = list[Kind]()
+        for dtype, shape, boxes, starts in fields["kinds"]:
+            pieces = [(files[file], length, head, tuple(at), tuple(sizes)) for file, length, head, at, sizes in boxes]
+            kinds.append(Kind(dtype_of(dtype), tuple(shape), pieces, starts))
+        manifest.tensors = Tensors(fields["tensors"], fields["kind"], kinds)
+        if len(manifest.tensors) != len(fields["tensors"]) or not set(map(type, manifest.tensors)) <= {str}:
+            raise CorruptCheckpointError(f"{path} has a name twice, or one that is not a string")
         for name, numbers in manifest.state.items():
             if not numbers or not all(f"state.{name}.{number}" in manifest.objects for number in numbers):
                 raise CorruptCheckpointError(f"{path} lacks a value of the state '{name}'")
@@ -257,17 +263,6 @@ def decode(data: bytes, path: Path) -> Manifest:
             f"{path} does not describe a checkpoint: {type(error).__name__}: {error}"
         ) from error
     return manifest
-
-
-def _tensors(manifest: Manifest, fields: dict[str, Any], path: Path) -> Tensors:
-    files, kinds = list(manifest.files), list[Kind]()
-    for dtype, shape, boxes, starts in fields["kinds"]:
-        pieces = [(files[number], length, head, tuple(at), tuple(sizes)) for number, length, head, at, sizes in boxes]
-        kinds.append(Kind(dtype_of(dtype), tuple(shape), pieces, starts))
-    tensors = Tensors(fields["tensors"], fields["kind"], kinds)
-    if len(tensors) != len(fields["tensors"]) or not set(map(type, tensors)) <= {str}:
-        raise CorruptCheckpointError(f"{path} has a name twice, or one that is not a string")
-    return tensors
 
 
 def mark_of(head: bytes) -> str:
