@@ -484,7 +484,7 @@ def test_a_broken_file_of_dcp_is_named(saves: Path, command: Command) -> None:
         (["list", "{}/none"], "none is no directory"),
         (["list", "{}/empty"], "empty has no checkpoint"),
         (["show", "{}/fully_shard", "--step", "11"], "has no checkpoint of step 11, only of [10, 20]"),
-        (["show", "{}/fully_shard", "--step", "-1"], "is not a number of 0 or more"),
+        (["show", "{}/fully_shard", "--step", "-1"], "expected a number of 0 or more"),
         (["export", "{}/fully_shard", "{}/x.pt", "--format", "safetensors"], "is one file of torch"),
         (["export", "{}/fully_shard", "{}/x.pt", "--max-shard-size", "1GB"], "is one file of torch"),
         (["export", "{}/fully_shard", "{}/x", "--max-shard-size", "much"], "such as '80GB', got"),

@@ -31,6 +31,7 @@ from fullshard.checkpoint.manifest import (
     METADATA,
     Entry,
     Location,
+    checked_step,
     dtype_of,
     is_checkpoint,
     number_of,
@@ -60,7 +61,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
             kind = Path if directory in ("OUT", "SOURCE") else _reads(located)
             command.add_argument(directory.lower(), metavar=directory, type=kind)
         if step:
-            command.add_argument("--step", type=_parse_count, help=step)
+            command.add_argument("--step", type=_reads(lambda text: checked_step(int(text))), help=step)
         command.add_argument("--json", action="store_true", help="print JSON")
         command.set_defaults(call=partial(_run, function))
         return command
@@ -399,12 +400,6 @@ def _parse_dtype(text: str) -> torch.dtype:
         return _DTYPES[text] if text in _DTYPES else dtype_of(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(_DTYPES)}") from None
-
-
-def _parse_count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
-    return int(text)
 
 
 def _print_error(text: str) -> None:

@@ -298,12 +298,11 @@ def files_of(source: Path) -> list[Path]:
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
     try:
-        from safetensors import safe_open
+        from safetensors.torch import load_file
     except ImportError as error:
         raise WrongUse(f"{path} needs the package safetensors: pip install 'fullshard[cli]'") from error
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return load_file(path)
     except Exception as error:  # of safetensors, and of torch where it lacks a dtype
         raise CorruptCheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
 

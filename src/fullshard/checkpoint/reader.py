@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -83,7 +83,7 @@ def latest(directory: str | Path) -> Checkpoint | None:
     return None
 
 
-class Checkpoint:
+class Checkpoint(AbstractContextManager["Checkpoint"]):
     """A checkpoint on the disk, made by fullshard or by DCP's ``save``. Needs no process group and no model.
 
     It is a context manager, which closes its files. Until it is closed, ``keep_last`` of other jobs does not remove it,
@@ -273,10 +273,7 @@ class Checkpoint:
         self._readers.clear()
         self._unpin()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _position(self, name: str) -> tuple[Kind, int]:
