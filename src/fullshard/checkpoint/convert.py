@@ -298,11 +298,12 @@ def files_of(source: Path) -> list[Path]:
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
     try:
-        from safetensors.torch import load_file
+        from safetensors import safe_open
     except ImportError as error:
         raise WrongUse(f"{path} needs the package safetensors: pip install 'fullshard[cli]'") from error
     try:
-        return load_file(path)
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:  # of safetensors, and of torch where it lacks a dtype
         raise CorruptCheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
 
