@@ -111,11 +111,8 @@ def export(
     plain = out.name if is_file else FORMATS[format][0]
     shards = [items] if is_file else _shards(items, max_shard or 5 * 10**9)
     stem, suffix = os.path.splitext(plain)
-    names = (
-        [plain]
-        if len(shards) == 1
-        else [f"{stem}-{n:05}-of-{len(shards):05}{suffix}" for n in range(1, len(shards) + 1)]
-    )
+    count = len(shards)
+    names = [f"{stem}-{n:05}-of-{count:05}{suffix}" for n in range(1, count + 1)] if count > 1 else [plain]
     folder = out.parent if is_file else out
     existing = [out] if is_file and out.exists() else [] if is_file else sorted(folder.glob(f"{stem}*{suffix}*"))
     if existing:
@@ -132,7 +129,7 @@ def export(
     try:
         for name, shard in zip(names, shards, strict=True):
             write(work / name, shard, read)
-        if len(shards) > 1:
+        if count > 1:
             where = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard}
             index = {"metadata": {"total_size": sum(item.nbytes for item in items)}, "weight_map": where}
             names.append(f"{plain}.index.json")

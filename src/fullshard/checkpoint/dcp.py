@@ -20,16 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch.distributed.checkpoint import metadata as of_torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import plain
@@ -139,19 +131,20 @@ def _numbers(value: Any) -> tuple[int, ...]:
 def write_metadata(manifest: Manifest, paths: dict[str, tuple[str | int, ...]]) -> bytes:
     """The bytes of the ``.metadata`` for a manifest. ``paths`` are the keys that lead to each name's value."""
     tensors: dict[str, Any] = {}
-    storage: dict[MetadataIndex, Any] = {}
-    size_of, kind_of = cache(torch.Size), cache(TensorProperties)  # a pickle holds an object once, and refers to it
+    storage: dict[of_torch.MetadataIndex, Any] = {}
+    size_of, kind_of = cache(torch.Size), cache(of_torch.TensorProperties)  # a pickle refers to an object it has
+    index = of_torch.MetadataIndex
     for name, entry in manifest.tensors.items():
         chunks = []
         for number, piece in enumerate(entry.pieces):
             offsets, sizes = size_of(piece.offsets), size_of(piece.sizes)
-            chunks.append(ChunkStorageMetadata(offsets, sizes))
-            storage[MetadataIndex(name, offsets, number)] = storage_info(piece.file, piece.start, piece.length)
-        tensors[name] = TensorStorageMetadata(kind_of(entry.dtype), size_of(entry.shape), chunks)
+            chunks.append(of_torch.ChunkStorageMetadata(offsets, sizes))
+            storage[index(name, offsets, number)] = storage_info(piece.file, piece.start, piece.length)
+        tensors[name] = of_torch.TensorStorageMetadata(kind_of(entry.dtype), size_of(entry.shape), chunks)
     for name, stored in manifest.objects.items():
-        tensors[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = storage_info(*stored)
-    return pickle.dumps(Metadata(tensors, paths, storage, StorageMeta(), CURRENT_DCP_VERSION))
+        tensors[name] = of_torch.BytesStorageMetadata()
+        storage[index(name)] = storage_info(*stored)
+    return pickle.dumps(of_torch.Metadata(tensors, paths, storage, of_torch.StorageMeta(), CURRENT_DCP_VERSION))
 
 
 class _Skeleton(io.RawIOBase):

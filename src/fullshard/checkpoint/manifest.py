@@ -214,9 +214,7 @@ def encode(manifest: Manifest, contents: bytes) -> bytes:
             "files": {name: [file.size, file.checksums] for name, file in manifest.files.items()},
             "state": manifest.state,
             # JSON has no NaN
-            "metrics": {
-                name: value if math.isfinite(value) else str(value) for name, value in manifest.metrics.items()
-            },
+            "metrics": {name: each if math.isfinite(each) else str(each) for name, each in manifest.metrics.items()},
             **({"time": manifest.time.isoformat()} if manifest.time else {}),
             **({"near": manifest.binding} if manifest.binding else {}),
         },
@@ -281,13 +279,11 @@ def dtype_of(name: str) -> torch.dtype:
 def check(manifest: Manifest, path: Path) -> None:
     """Raises CorruptCheckpointError if the manifest describes more than its files contain. So no memory is ever
     allocated for more than the files' sizes."""
-    for name, file in manifest.files.items():
+    for name, (size, sums) in manifest.files.items():
         if not _inside(name, path.parent):
             raise CorruptCheckpointError(f"{path} names the file {name!r}, which is not inside the directory")
-        if not _are_counts([file.size]) or (
-            file.checksums is not None and len(file.checksums) != -(-file.size // BLOCK)
-        ):
-            raise CorruptCheckpointError(f"{path}: {name!r} has {file.size} bytes, which do not fit its checksums")
+        if not _are_counts([size]) or (sums is not None and len(sums) != -(-size // BLOCK)):
+            raise CorruptCheckpointError(f"{path}: {name!r} has {size} bytes, which do not fit its checksums")
     for name, each in manifest.objects.items():
         _check_runs(manifest, each.file, [each.start], each.length, [name], path)
     ordered = sorted((each, name) for name, each in manifest.objects.items() if each.length)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -18,8 +17,8 @@ from fullshard.checkpoint.manifest import few
 from fullshard.checkpoint.reader import Checkpoint
 
 _log = logging.getLogger("fullshard")
-#: What stands before a parameter's name in the names of a checkpoint, and the name. Other names have no such kind.
-_NAME = re.compile(r"(model\.|optimizer\.state\.|optimizer\.outlines\.|)(.*)", re.DOTALL)
+#: What stands before a parameter's name in the names of a checkpoint.
+_KINDS = ("model.", "optimizer.state.", "optimizer.outlines.")
 #: The names of a model's tensor, several if it is tied, and its shape; ``None`` for a value that is not a tensor.
 Item = tuple[Sequence[str], tuple[int, ...] | None]
 
@@ -44,7 +43,7 @@ class Selection:
         self._known = {name: names[0] for names, _ in items for name in names}
         self._selected = {names[0] for names, _ in items if self.only is None or any(map(self._matches, names))}
         for stored in every if self.rename else ():
-            kind, name = _NAME.fullmatch(stored).groups()  # type: ignore[union-attr]
+            kind, name = _split(stored)
             new = kind + self.in_model(name) if kind else stored
             if stored_as.setdefault(new, stored) != stored:
                 raise ValueError(f"rename gives '{stored}' and '{stored_as[new]}' of {path} the same name '{new}'")
@@ -72,7 +71,7 @@ class Selection:
 
     def __contains__(self, name: str) -> bool:
         """Whether something is loaded, by its name in a checkpoint after renaming."""
-        kind, name = _NAME.fullmatch(name).groups()  # type: ignore[union-attr]
+        kind, name = _split(name)
         owner = self._owner(name)
         return not kind or (self._matches(name) if owner is None else owner in self._selected)
 
@@ -113,3 +112,9 @@ class Selection:
     def _keys(self, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
         is_state = path[:2] == ("optimizer", "state") and len(path) > 2
         return (*path[:2], self.in_model(str(path[2])), *path[3:]) if is_state else path
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The kind and the rest of a name in a checkpoint; the kind is empty for other names."""
+    kind = next((each for each in _KINDS if name.startswith(each)), "")
+    return kind, name.removeprefix(kind)
