@@ -193,12 +193,12 @@ def _write_torch(path: Path, items: list[_Item], read: _Read) -> None:
     try:
         with torch.serialization.skip_data():
             torch.save(state, path)
-    except RuntimeError as error:  # in place of OSError
+        with open(path, "rb+") as file:  # on a full disk an error here, but the end of the process below
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            mapped = torch.load(path, mmap=True, weights_only=True)
+    except RuntimeError as error:  # torch's, in place of an OSError
         raise CheckpointError(f"{path} could not be written: {error}") from error
-    with open(path, "rb+") as file:  # on a full disk an error here, but the end of the process below
-        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-        mapped = torch.load(path, mmap=True, weights_only=True)
     for item in distinct.values():
         mapped[item.name].copy_(read(item))
 
