@@ -14,16 +14,15 @@ If a process ends during a save, what it wrote has no lock or lease any more, an
 from __future__ import annotations
 
 import logging
-import operator
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -43,8 +42,6 @@ from fullshard.checkpoint.manifest import (
     Entry,
     Location,
     Manifest,
-    Piece,
-    Stored,
     StoredFile,
     Tensors,
     check,
@@ -54,6 +51,7 @@ from fullshard.checkpoint.manifest import (
     encode_contents,
     number_of,
 )
+from fullshard.checkpoint.outline import LastSave, Outline, outlines_of
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.removal import remove_older
 from fullshard.checkpoint.replicas import Hosts, Sent
@@ -320,7 +318,7 @@ class _Writing:
             parts = self.ranks.broadcast(parts) if hosts is not None else parts
             _, everyone = self.ranks.attempt(lambda: (self._publish(parts) if leads else "",))
             if leads:
-                _Last.keys = keys
+                LastSave.keys = keys
             if leads and hosts is not None:  # remove older ones only when this one is visible on all hosts
                 remove_older(self.directory, everyone[self.leader], self.keep or [LatestN(1)], replicas=True)
         except PeerFailure:
@@ -344,21 +342,22 @@ class _Writing:
             )
         return path
 
-    def _write_files(self) -> tuple[dict[str, StoredFile], list[_Outline], tuple[str, str, Sent]]:
+    def _write_files(self) -> tuple[dict[str, StoredFile], list[Outline], tuple[str, str, Sent]]:
         """Writes the files of this rank: one, or several where the storage limits their size."""
         assert self.partial is not None
-        parts = [*self._parts(self.partial.largest)]
+        sizes, pairs = [(name, len(data)) for name, data in self.values], [*zip(self.boxes, self.tensors, strict=True)]
+        parts = [*outlines_of(self.ranks.rank, pairs, sizes, self.paths, self.partial.largest)]
         outlines = [outline for outline, _ in parts]
-        if outlines != _Last.outlines:
-            _Last.outlines, _Last.between = outlines, [outline.laid_out()[2] for outline in outlines]
-            _Last.key = uuid.uuid4().hex
+        if outlines != LastSave.outlines:
+            LastSave.outlines, LastSave.between = outlines, [outline.laid_out()[2] for outline in outlines]
+            LastSave.key = uuid.uuid4().hex
         files = dict[str, StoredFile]()
-        for (outline, tensors), between in zip(parts, _Last.between, strict=True):
-            values, pairs = self.values if outline.values else (), zip(between, tensors, strict=False)
-            files[outline.name] = self._write_file(outline.name, values, pairs, between[-1])
+        for (outline, tensors), between in zip(parts, LastSave.between, strict=True):
+            values, each = self.values if outline.values else (), zip(between, tensors, strict=False)
+            files[outline.name] = self._write_file(outline.name, values, each, between[-1])
         self.partial.flush()
-        digest = checksum("".join(_Last.keys).encode())
-        return files, outlines, (_Last.key, digest, Sent.of(*next(iter(files.items()))))
+        digest = checksum("".join(LastSave.keys).encode())
+        return files, outlines, (LastSave.key, digest, Sent.of(*next(iter(files.items()))))
 
     def _write_file(
         self, name: str, values: Iterable[tuple[str, bytes]], tensors: Iterable[tuple[bytes, torch.Tensor]], end: bytes
@@ -384,18 +383,7 @@ class _Writing:
             writer.abandon()
         return StoredFile(writer.size, writer.checksums)
 
-    def _parts(self, largest: float) -> Iterator[tuple[_Outline, list[torch.Tensor]]]:
-        """The outlines of this rank's files, with the tensors in each. Large tensors are split along their first
-        dim."""
-        pairs = [*zip(self.boxes, self.tensors, strict=True)]
-        sizes = [(name, len(data)) for name, data in self.values]
-        for number, part in enumerate(_split(pairs, largest) if largest < float("inf") else [pairs]):
-            boxes, tensors = [box for box, _ in part], [tensor for _, tensor in part]
-            kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
-            name = f"__{self.ranks.rank}_{number}.distcp"
-            yield _Outline(name, boxes, kinds, [] if number else sizes, {} if number else self.paths), tensors
-
-    def _publish(self, parts: list[tuple[dict[str, StoredFile], list[_Outline] | None]]) -> str:
+    def _publish(self, parts: list[tuple[dict[str, StoredFile], list[Outline] | None]]) -> str:
         """Writes the metadata and the manifest, makes the checkpoint visible, and returns its name."""
         import fullshard
 
@@ -405,18 +393,18 @@ class _Writing:
         manifest.files = {name: file for files, _ in parts for name, file in files.items()}
         outlines = [outline for _, outlines in parts for outline in outlines or ()]
         if outlines:
-            _Last.metadata, _Last.contents = self._describe(outlines)
-        manifest.files[METADATA] = self._write_file(METADATA, [("", _Last.metadata)], (), b"")
+            LastSave.metadata, LastSave.contents = self._describe(outlines)
+        manifest.files[METADATA] = self._write_file(METADATA, [("", LastSave.metadata)], (), b"")
         try:
             self.partial.flush()
-            name = self.partial.publish(encode(manifest, _Last.contents))
+            name = self.partial.publish(encode(manifest, LastSave.contents))
         except OSError as error:
             raise CheckpointError(f"{self.partial.path} could not be completed: {error.strerror}") from error
         if self.hosts is None:
             remove_older(self.directory, name, self.keep)
         return name
 
-    def _describe(self, outlines: list[_Outline]) -> tuple[bytes, bytes]:
+    def _describe(self, outlines: list[Outline]) -> tuple[bytes, bytes]:
         """The bytes of DCP's metadata, and the manifest's bytes about tensors and values."""
         manifest, paths, entries = self.manifest, dict[str, tuple[str | int, ...]](), dict[str, Entry]()
         for outline in outlines:
@@ -434,64 +422,3 @@ class _Writing:
         assert self.partial is not None
         check(manifest, self.partial.path / MANIFEST)  # pieces of a tensor may be missing on all ranks
         return dcp.write_metadata(manifest, paths), encode_contents(manifest)
-
-
-def _split(pairs: Iterable[tuple[Box, torch.Tensor]], largest: float) -> list[list[tuple[Box, torch.Tensor]]]:
-    """Groups of tensors of about ``largest`` bytes. Tensors with more are split along their first dim."""
-    groups, size = [list[tuple[Box, torch.Tensor]]()], 0.0
-    for box, tensor in pairs:
-        rows = max(1, int(largest * len(tensor) // tensor.nbytes)) if tensor.nbytes > largest and tensor.dim() else 0
-        for at in range(0, len(tensor), rows) if rows else [0]:
-            part, offsets = tensor, box.offsets
-            if rows:
-                part, offsets = tensor[at : at + rows], (box.offsets[0] + at, *box.offsets[1:])
-            if size and size + part.nbytes > largest:
-                groups.append([])
-                size = 0.0
-            groups[-1].append((box._replace(offsets=offsets), part))
-            size += part.nbytes
-    return groups
-
-
-class _Outline(NamedTuple):
-    """The outline of a rank's file: its name, its contents in order, and their paths in the nested state dict."""
-
-    name: str
-    boxes: list[Box]
-    kinds: list[tuple[torch.dtype, torch.Size]]
-    values: list[tuple[str, int]]  # names and lengths; values come before the tensors
-    paths: dict[str, tuple[str | int, ...]]
-
-    def laid_out(self) -> tuple[list[Any], dict[str, Stored], list[bytes]]:
-        """The layout of the file: names, dtype, shape and piece of each tensor; the positions of values; and the bytes
-        before each tensor and after the last."""
-        tensors, values, at = list[Any](), dict[str, Stored](), 0
-        for name, length in self.values:
-            values[name] = Stored(self.name, at, length)
-            at += length
-        between, concatenate = [bytes(-at % dcp.ALIGNMENT)], cache(operator.add)  # of which few are different
-        at += len(between[0])
-        for (names, shape, offsets, _), (dtype, sizes) in zip(self.boxes, self.kinds, strict=True):
-            before, after, length = dcp.around(dtype, tuple(sizes))
-            tensors.append((names, dtype, shape, Piece(self.name, at, length, at + len(before), offsets, tuple(sizes))))
-            between[-1:] = concatenate(between[-1], before), after
-            at += len(before) + sizes.numel() * dtype.itemsize + len(after)
-        return tensors, values, between
-
-
-class _Last:
-    """A cache of the last save's descriptions. The next save of the same model has the same, and does not make them
-    again.
-
-    Attributes:
-        outlines: the outlines of this rank's files. ``between`` are the bytes between their tensors, ``key`` a name.
-        keys: the keys of all ranks, in the last save that this rank described. ``metadata`` and ``contents`` are the
-            bytes that it wrote then.
-    """
-
-    outlines: ClassVar[list[_Outline]] = []
-    between: list[list[bytes]]
-    key = ""
-    keys: tuple[str, ...] = ()
-    metadata = b""
-    contents = b""
