@@ -40,4 +40,5 @@ def test_the_layout_of_a_file_has_each_value_and_tensor_where_it_is_written() ->
     assert (names, dtype, shape, piece.file) == (("a",), torch.float32, (100, 4), "__0_0.distcp")
     before, after, length = dcp.around(torch.float32, (3, 4))
     assert between == [bytes(-16 % dcp.ALIGNMENT) + before, after]
-    assert length == len(before) + tensor.nbytes + len(after)
+    assert (piece.start, piece.length, piece.data) == (dcp.ALIGNMENT, length, dcp.ALIGNMENT + len(before))
+    assert (len(before) + tensor.nbytes + len(after)) % dcp.ALIGNMENT == 0

@@ -57,7 +57,7 @@ from fullshard.checkpoint.removal import remove_older
 from fullshard.checkpoint.replicas import Hosts, Sent
 from fullshard.checkpoint.storage import Partial, Storage, located, storage_of
 from fullshard.policies import warn
-from fullshard.report.text import bytes_text, quantity_text, seconds_text
+from fullshard.report.text import bytes_of, bytes_text, quantity_text, seconds_text
 from fullshard.torch_private import foreach_copy
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def save(
     *,
     step: int | None = None,
     wait: bool = True,
+    memory_budget_bytes: int | str | None = None,
     keep_last: int | None = None,
     keep: Sequence[PreservationPolicy] | None = None,
     metrics: Mapping[str, float] | None = None,
@@ -95,6 +96,9 @@ def save(
         step: the number of the checkpoint. ``None``: the next number.
         wait: ``False``: return once everything is copied to host memory, and write in the background. If that fails,
             the next :func:`save`, :func:`load` or :func:`wait_until_finished` raises the error.
+        memory_budget_bytes: with ``wait=False``, the most host memory that the copies of this rank may take together,
+            in bytes or as ``"64GiB"``. Saves are then written one after the other while training goes on, and a save
+            waits until its copy fits. ``None``: a save waits until the one before is written.
         keep_last: how many checkpoints to keep, including this one: short for ``keep=[LatestN(keep_last)]``.
         keep: policies such as :class:`LatestN` and :class:`BestN`. Older checkpoints that are whole, and that none of
             them keeps, are removed. One that is being read is left to a later save. One that a symbolic link names is
@@ -118,15 +122,17 @@ def save(
     Raises:
         CheckpointError: on all ranks, if some rank could not write, or if a rank was lost.
         ValueError: ``keep_last`` is less than 1 or given with ``keep``, ``keep`` is empty, ``step`` is less than 0,
-            ``replicas`` is given without ``step``, ``directory`` has a name such as ``step-00000010``, or a name in
-            ``state`` is "step" or has a dot.
+            ``memory_budget_bytes`` is no size, ``replicas`` is given without ``step``, ``directory`` has a name such as
+            ``step-00000010``, or a name in ``state`` is "step" or has a dot.
         TypeError: ``step`` is not an integer, ``keep`` is not a list of policies, or ``metrics`` is not a dict of
             numbers.
 
     Ranks: all ranks of ``process_group`` alike.
     """
     began, state = time.monotonic(), checked_state(state)
-    Background.wait_until_finished()
+    budget = None if wait or memory_budget_bytes is None else bytes_of(memory_budget_bytes)
+    if budget is None:
+        Background.wait_until_finished()
     step, policies, metrics = checked_step(step), checked_policies(keep_last, keep), checked_metrics(metrics)
     if replicas is not None and step is None:
         raise ValueError("replicas need a step, which is compared with the steps of the checkpoints in the directory")
@@ -138,17 +144,22 @@ def save(
                 f"{path} names a single checkpoint: give save() its parent directory, '{path.parent}', and "
                 f"step={number[0]}"
             )
-    ranks = Ranks(process_group, background=not wait)
-    hosts = None if memory is None else Hosts(memory, ranks, root)
-    manifest = Manifest(world_size=ranks.size, frozen=not trainable_only, binding=hosts.binding if hosts else {})
+    ranks = Ranks(process_group)
+    manifest = Manifest(world_size=ranks.size, frozen=not trainable_only)
     manifest.time, manifest.metrics = datetime.now(UTC), metrics
-    writing = _Writing(storage_of(memory or root), ranks, policies, manifest, began, hosts)
-    writing.prepare(model, optimizer, state, step, begin=wait or not writing.storage.is_slow)
+    writing = _Writing(storage_of(memory or root), ranks, policies, manifest, began, root if memory else None, step)
+    # What an older save has yet to publish decides a new number, and what a replica belongs to.
+    writing.prepare(model, optimizer, state, begin=wait or (budget is None and not writing.storage.is_slow))
     if wait:
         return writing.write()
-    writing.copy()
+    ranks.communicate_in_background()
+    copied = torch.empty(0)
+    try:
+        copied = writing.copy(budget or 0)
+    except Exception as error:  # its thread tells the other ranks, whose threads wait for it
+        writing.failure = error
     writing.blocked = time.monotonic() - began
-    Background.start(writing.write)
+    Background.start(writing.write, writing.step, copied)
     return None
 
 
@@ -161,10 +172,12 @@ class _Writing:
     keep: Sequence[PreservationPolicy]
     manifest: Manifest
     began: float
+    replica_of: Location | None  # for an in-memory replica, the directory of checkpoints
+    step: int | None
     hosts: Hosts | None = None  # only for an in-memory replica
     blocked: float | None = None  # seconds that training waited for a save in the background
+    failure: Exception | None = None  # the reason why there is nothing to write
     partial: Partial | None = None
-    step: int | None = None
     boxes: list[Box] = field(default_factory=list)  # the boxes that this rank writes
     tensors: list[torch.Tensor] = field(default_factory=list)  # the values of these boxes
     values: list[tuple[str, bytes]] = field(default_factory=list)  # other values that this rank writes
@@ -180,11 +193,11 @@ class _Writing:
         """The rank that makes the directory into which this rank writes, and makes it visible."""
         return self.hosts.leader if self.hosts else 0
 
-    def prepare(
-        self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], step: int | None, begin: bool
-    ) -> None:
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], begin: bool) -> None:
         """Collects what to save, and agrees with the other ranks on who writes what. With ``begin``, it makes the
-        directory; otherwise :meth:`write` does."""
+        directory; otherwise :meth:`write` does. Raises the error of an older save that failed on any rank."""
+        if begin:
+            self._find_hosts()
         contents, user_state = Contents(), dict[str, bytes]()
 
         def collect() -> tuple[Any, ...]:
@@ -192,13 +205,17 @@ class _Writing:
             digests = {name: checksum(data) for name, data in user_state.items()}
             keys = contents.keys_with_other_holders(self.ranks.size)
             everywhere = "" if contents.is_partial(self.ranks.size) else checksum("\n".join(keys).encode())
-            begun = self._begin(step) if begin else ("", step)
-            return ((begun, digests, everywhere, self.manifest.time, self.manifest.metrics),)
+            begun = self._begin() if begin else ("", self.step)
+            failed = Background.has_failed()
+            return ((begun, digests, everywhere, failed, self.manifest.time, self.manifest.metrics),)
 
         try:
             _, everyone = self.ranks.attempt(collect)
-            (_, digests, everywhere, *first), *others = everyone
+            (_, digests, everywhere, _, *first), *others = everyone
             self.manifest.time, self.manifest.metrics = first  # alike on all hosts
+            if any(each[3] for each in everyone):
+                Background.wait_until_finished()  # raises the error on all ranks of the older save
+                raise CheckpointError("a save in the background failed on another rank: find the error in its log")
             self._join([each[0] for each in everyone])
             if any(set(each[1]) != set(digests) for each in others):
                 raise CheckpointError(
@@ -224,11 +241,16 @@ class _Writing:
                 self.partial.discard()
             raise
 
-    def _begin(self, step: int | None) -> tuple[str, int | None]:
+    def _find_hosts(self) -> None:
+        if self.replica_of is not None:
+            self.hosts = Hosts(Path(self.directory), self.ranks, self.replica_of)
+            self.manifest.binding = self.hosts.binding
+
+    def _begin(self) -> tuple[str, int | None]:
         """Makes the directory if this rank leads. Returns its name, and the step."""
         if self.ranks.rank != self.leader:
-            return "", step
-        self.partial = self.storage.begin(step)
+            return "", self.step
+        self.partial = self.storage.begin(self.step)
         return self.partial.path.name, self.partial.step
 
     def _join(self, begun: list[tuple[str, int | None]]) -> None:
@@ -282,27 +304,31 @@ class _Writing:
             if holders[name][0] == self.ranks.rank if name in holders else not layout.copies.number:
                 self.values.append((name, dcp.saved(value, f"'{name}'")))
 
-    def copy(self) -> None:
-        """Copies the tensors to host memory, so that training may change them."""
+    def copy(self, budget: int) -> torch.Tensor:
+        """Copies the tensors to host memory, so that training may change them. Returns that memory."""
         sizes = [-(-tensor.nbytes // dcp.ALIGNMENT) * dcp.ALIGNMENT for tensor in self.tensors]
         pin = any(tensor.device.type == "cuda" for tensor in self.tensors)
-        arena, at = Background.memory(sum(sizes), pin), 0
+        arena, at = Background.memory(sum(sizes), pin, budget), 0
         copies = []
         for tensor, size in zip(self.tensors, sizes, strict=True):
             copies.append(arena[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
             at += size
         with torch.no_grad():
-            foreach_copy(copies, self.tensors)
+            if copies:
+                foreach_copy(copies, self.tensors)
         if any(not tensor.is_cpu for tensor in self.tensors):
             torch.accelerator.synchronize()
         self.tensors = copies
+        return arena
 
     def write(self) -> Path | None:
         """Writes the checkpoint and makes it visible. Returns ``None`` if there was no space for a replica."""
+        if self.partial is None:
+            self._find_hosts()
         leads, hosts = self.ranks.rank == self.leader, self.hosts
         try:
             if self.partial is None:
-                self._join(self.ranks.attempt(lambda: (self._begin(self.step),))[1])
+                self._join(self.ranks.attempt(lambda: (self._begin(),))[1])
             assert self.partial is not None
             assert self.step is not None
             self.manifest.step = self.step
@@ -345,6 +371,8 @@ class _Writing:
     def _write_files(self) -> tuple[dict[str, StoredFile], list[Outline], tuple[str, str, Sent]]:
         """Writes the files of this rank: one, or several where the storage limits their size."""
         assert self.partial is not None
+        if self.failure is not None:
+            raise self.failure
         sizes, pairs = [(name, len(data)) for name, data in self.values], [*zip(self.boxes, self.tensors, strict=True)]
         parts = [*outlines_of(self.ranks.rank, pairs, sizes, self.paths, self.partial.largest)]
         outlines = [outline for outline, _ in parts]
