@@ -57,6 +57,7 @@ from fullshard.checkpoint.removal import remove_older
 from fullshard.checkpoint.replicas import Hosts, Sent
 from fullshard.checkpoint.storage import Partial, Storage, located, storage_of
 from fullshard.policies import warn
+from fullshard.report.metrics import Metrics
 from fullshard.report.text import bytes_of, bytes_text, quantity_text, seconds_text
 from fullshard.torch_private import foreach_copy
 
@@ -148,6 +149,7 @@ def save(
     manifest = Manifest(world_size=ranks.size, frozen=not trainable_only)
     manifest.time, manifest.metrics = datetime.now(UTC), metrics
     writing = _Writing(storage_of(memory or root), ranks, policies, manifest, began, root if memory else None, step)
+    writing.logged = Metrics.of(model)
     # What an older save has yet to publish decides a new number, and what a replica belongs to.
     writing.prepare(model, optimizer, state, begin=wait or (budget is None and not writing.storage.is_slow))
     if wait:
@@ -176,6 +178,7 @@ class _Writing:
     step: int | None
     hosts: Hosts | None = None  # only for an in-memory replica
     blocked: float | None = None  # seconds that training waited for a save in the background
+    logged: list[Metrics] = field(default_factory=list)  # where the figures of this save are written
     failure: Exception | None = None  # the reason why there is nothing to write
     partial: Partial | None = None
     boxes: list[Box] = field(default_factory=list)  # the boxes that this rank writes
@@ -358,9 +361,11 @@ class _Writing:
         finally:
             if self.partial is not None:
                 self.partial.discard()
-        path = self.directory / str(everyone[self.leader])
+        path, seconds = self.directory / str(everyone[self.leader]), time.monotonic() - self.began
+        for each in self.logged:
+            each.add_save(seconds, sum(file.size for file in files.values()), self.blocked or seconds)
         if self.ranks.first:
-            seconds, nbytes = time.monotonic() - self.began, sum(file.size for file in self.manifest.files.values())
+            nbytes = sum(file.size for file in self.manifest.files.values())
             _log.info(
                 f"step {self.manifest.step} is saved in {path}: {bytes_text(nbytes)} in {seconds_text(seconds)} "
                 f"({quantity_text(nbytes / seconds, 'B/s')}); training waited for "
