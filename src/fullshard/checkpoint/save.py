@@ -52,6 +52,7 @@ from fullshard.checkpoint.manifest import (
     number_of,
 )
 from fullshard.checkpoint.outline import LastSave, Outline, outlines_of
+from fullshard.checkpoint.progress import Progress
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.removal import remove_older
 from fullshard.checkpoint.replicas import Hosts, Sent
@@ -335,7 +336,9 @@ class _Writing:
             assert self.partial is not None
             assert self.step is not None
             self.manifest.step = self.step
-            (files, outlines, _), descriptions = self.ranks.attempt(self._write_files)
+            total = sum(tensor.nbytes for tensor in self.tensors) + sum(len(data) for _, data in self.values)
+            with Progress(self.ranks, self.partial, self.step, str(self.manifest.time), total):
+                (files, outlines, _), descriptions = self.ranks.attempt(self._write_files)
             keys = tuple(key for key, _, _ in descriptions)
             if hosts is not None:
                 self.ranks.attempt(partial(hosts.spread, self.partial.path, [sent for _, _, sent in descriptions]))

@@ -44,9 +44,9 @@ def log_metrics(model: nn.Module, to: str | os.PathLike[str] | ScalarWriter, *, 
     - ``received_bytes``: bytes received from other ranks.
     - ``memory_bytes``, ``peak_memory_bytes``: the memory after the step, and the largest so far. On the CPU it is the
       resident memory of the process; on an accelerator, what torch has allocated there.
-    - ``save_seconds``, ``save_bytes``, ``save_bytes_per_second``, ``save_blocked_seconds``: only in steps in which a save
-      of the model ends (:func:`fullshard.checkpoint.save`). Its time from call to end, the bytes that this rank wrote,
-      and how long training waited. If several saves end in it, they are added up.
+    - ``save_seconds``, ``save_bytes``, ``save_bytes_per_second``, ``save_blocked_seconds``: only if a save of the
+      model (:func:`fullshard.checkpoint.save`) ends in the step. Its time from call to end, the bytes that this rank
+      wrote, and how long training waited. If several saves end in it, they are added up.
 
     ::
 
