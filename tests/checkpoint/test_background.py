@@ -210,6 +210,20 @@ def test_memory_of_two_saves_is_used_again_and_that_of_one_stays_without_a_budge
     assert values_in(tmp_path).keys() == {*range(12)}
 
 
+def test_saves_that_have_ended_are_forgotten_but_not_their_errors(tmp_path: Path) -> None:
+    def write() -> None:
+        raise CheckpointError("no space")
+
+    Background.start(write, 0, torch.empty(0))
+    for step in range(1, 6):
+        Background.start(lambda: tmp_path, step, Background.memory(100, pin=False, budget=10**6))
+        Background._saves[-1].wait()
+    assert len(Background._saves) == 2
+    assert Background.has_failed()
+    with pytest.raises(CheckpointError, match="step 0, in the background, failed: no space"):
+        checkpoint.wait_until_finished()
+
+
 def test_saves_without_a_step_that_are_under_way_get_different_steps(tmp_path: Path) -> None:
     for directory in (tmp_path / "saves", f"faulty://{tmp_path}/store"):
         with held() as go_on:

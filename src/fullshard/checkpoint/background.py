@@ -15,7 +15,8 @@ from fullshard.checkpoint.manifest import Location
 from fullshard.checkpoint.ranks import PeerFailure
 from fullshard.watch.watch import waiting_for_thread
 
-_NO_MEMORY = torch.empty(0, dtype=torch.uint8)
+#: The memory of a save that needs none.
+NO_MEMORY = torch.empty(0, dtype=torch.uint8)
 
 
 class _Save:
@@ -55,7 +56,7 @@ class Background:
     save while other ranks train: their threads do not wait for this rank's training.
     """
 
-    _saves: ClassVar[list[_Save]] = []  # the oldest first, until their errors are raised
+    _saves: ClassVar[list[_Save]] = []  # those under way and those that failed, the oldest first
     _spare: ClassVar[list[torch.Tensor]] = []  # memory for later saves
 
     @classmethod
@@ -71,8 +72,7 @@ class Background:
     def wait_until_finished(cls) -> Location | None:
         for each in cls._saves:
             each.wait()
-        ended = [*cls._saves]
-        cls._saves.clear()
+        ended, cls._saves = cls._saves, []
         cls._spare += [each.memory for each in ended]
         failed = [each for each in ended if each.error is not None]
         if failed:
@@ -88,10 +88,11 @@ class Background:
             if cls._bytes_under_way() + nbytes <= budget:
                 break
             oldest.wait()
-        for each in cls._saves:
-            if not each.thread.is_alive():
-                cls._spare.append(each.memory)
-                each.memory = _NO_MEMORY
+        ended = [each for each in cls._saves if not each.thread.is_alive()]
+        for each in ended:
+            cls._spare.append(each.memory)
+            each.memory = NO_MEMORY
+        cls._saves = [each for each in cls._saves if each not in ended or each.error is not None]
         taken = cls._bytes_under_way()
         usable = [
             each

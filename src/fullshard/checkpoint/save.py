@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from fullshard._renamed import renamed_keywords
 from fullshard.checkpoint import dcp
-from fullshard.checkpoint.background import Background
+from fullshard.checkpoint.background import NO_MEMORY, Background
 from fullshard.checkpoint.blocks import CheckpointError, checksum, without_collections
 from fullshard.checkpoint.contents import Contents, Parameters, named
 from fullshard.checkpoint.keep import LatestN, PreservationPolicy, checked_metrics, checked_policies
@@ -132,8 +132,8 @@ def save(
     Ranks: all ranks of ``process_group`` alike.
     """
     began, state = time.monotonic(), checked_state(state)
-    budget = None if wait or memory_budget_bytes is None else bytes_of(memory_budget_bytes)
-    if budget is None:
+    budget = None if memory_budget_bytes is None else bytes_of(memory_budget_bytes)
+    if wait or budget is None:
         Background.wait_until_finished()
     step, policies, metrics = checked_step(step), checked_policies(keep_last, keep), checked_metrics(metrics)
     if replicas is not None and step is None:
@@ -156,7 +156,7 @@ def save(
     if wait:
         return writing.write()
     ranks.communicate_in_background()
-    copied = torch.empty(0)
+    copied = NO_MEMORY
     try:
         copied = writing.copy(budget or 0)
     except Exception as error:  # its thread tells the other ranks, whose threads wait for it
