@@ -85,6 +85,21 @@ def test_the_first_rank_logs_what_all_have_written_and_the_last(world: World) ->
     assert blocks.ON_WRITTEN.get()(5) is None
 
 
+@ranks(2)
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_save_of_ranks_names_the_one_whose_disk_is_slow(world: World, tmp_path: Path, wait: bool) -> None:
+    before = blocks.BlockWriter.write_tensors
+    with Lines() as lines, pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(blocks.BlockWriter, "write_tensors", lambda *args: (time.sleep(1.5), before(*args))[1])
+        checkpoint.save(tmp_path, nn.Linear(100, 100), step=3, wait=wait)
+        checkpoint.wait_until_finished()
+    assert (lines == []) is (world.rank == 1)
+    if lines:
+        assert lines[-1].startswith("step 3: 39.1 KiB of 39.5 KiB written after ")
+        assert lines[-1].endswith("s; rank 1 is last with 0 B of 400 B")
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_slow_store_shows_what_it_has_and_not_what_waits_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from fullshard.checkpoint.blocks import ON_WRITTEN
 from fullshard.checkpoint.ranks import Ranks
@@ -27,29 +27,41 @@ class Progress:
     """A context in which this rank writes ``total`` bytes to ``partial``, or waits until the other ranks have written.
     ``key`` is the same on all ranks, and different for each save."""
 
+    _now: ClassVar[Progress | None] = None
+    _thread: ClassVar[threading.Thread | None] = None  # one for all saves: to start one takes as long as a small save
+
     def __init__(self, ranks: Ranks, partial: Partial, step: int, key: str, total: int) -> None:
         self._ranks, self._partial, self._step, self._key, self._total = ranks, partial, step, key, total
-        self._written, self._began, self._is_over = 0, time.monotonic(), threading.Event()
+        self._written, self._began, self._notes = 0, time.monotonic(), 0
 
     def __enter__(self) -> None:
         self._token = ON_WRITTEN.set(self._count)
-        threading.Thread(target=self._run, name="fullshard.checkpoint.progress", daemon=True).start()
+        Progress._now = self
+        if self._thread is None or not self._thread.is_alive():
+            Progress._thread = threading.Thread(target=self._run, name="fullshard.checkpoint.progress", daemon=True)
+            Progress._thread.start()
 
     def __exit__(self, *_: object) -> None:
         ON_WRITTEN.reset(self._token)
-        self._is_over.set()
+        Progress._now = None
 
     def _count(self, nbytes: int) -> None:
         self._written += nbytes
 
-    def _run(self) -> None:
-        is_due = False
-        with suppress(RuntimeError):  # the store is gone: the save itself says what happened
-            while not self._is_over.wait(PERIOD / 2):
-                found = self._exchange()
-                if is_due and self._ranks.first and not self._is_over.is_set():
-                    _log.info(self._text(found))
-                is_due = not is_due
+    @classmethod
+    def _run(cls) -> None:
+        while True:
+            time.sleep(PERIOD / 10)
+            now = cls._now
+            if now is not None and time.monotonic() - now._began >= (now._notes + 1) * PERIOD / 2:
+                with suppress(RuntimeError):  # the store is gone: the save itself says what happened
+                    now._note()
+
+    def _note(self) -> None:
+        self._notes += 1
+        found = self._exchange()
+        if self._ranks.first and self._notes % 2 == 0 and self._now is self:
+            _log.info(self._text(found))
 
     def _exchange(self) -> dict[int, list[int]]:
         """Notes the bytes of this rank. Returns on the first rank, by rank, the written bytes and all bytes."""
