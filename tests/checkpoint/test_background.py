@@ -251,6 +251,7 @@ def test_ranks_save_twice_and_train_while_one_of_them_is_slow(world: World, tmp_
         train(model, optimizer, range(4, 6), world.rank)
         assert len(Background._saves) == 3
         assert checkpoint.list_checkpoints(url) == checkpoint.list_checkpoints(tmp_path / "saves") == []
+        dist.barrier()
         go_on.set()
         assert str(checkpoint.wait_until_finished()).endswith("step-00000003")
     for step, directory in ((1, url), (2, tmp_path / "saves"), (3, url)):
