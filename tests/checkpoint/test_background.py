@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint, CheckpointError
 from fullshard.checkpoint.background import Background
 from fullshard.checkpoint.blocks import BlockWriter
+from fullshard.checkpoint.local import LocalPartial
+from fullshard.checkpoint.ranks import PeerFailure
+from tests.checkpoint import stores
 from tests.checkpoint.cases import assert_same, optimizer_of, train, wrapped
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
@@ -107,7 +112,7 @@ BlockWriter.close = fail
 checkpoint.save({str(tmp_path)!r}, torch.nn.Linear(2, 2), wait=False)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
-    assert "the last save, in the background, failed" in ended.stderr
+    assert "the save of step 0, in the background, failed" in ended.stderr
 
 
 @ranks(2)
@@ -116,13 +121,277 @@ def test_memory_of_the_copy_is_used_again(world: World, tmp_path: Path) -> None:
     places = set()
     for _ in range(3):
         checkpoint.save(tmp_path, model, wait=False)
-        places.add(Background._arena.data_ptr())
-    assert Background._arena.numel() > 0
+        places.add(Background._saves[-1].memory.data_ptr())
     checkpoint.wait_until_finished()
-    assert Background._arena.numel() == 0
+    assert (Background._saves, Background._spare) == ([], [])
     assert len(places) == 1
     for path in checkpoint.list_checkpoints(tmp_path):
         assert list(Checkpoint(path).verify()) == []
+
+
+@contextlib.contextmanager
+def held() -> Iterator[threading.Event]:
+    """No save ends before the event is set, or before the context ends."""
+    go_on, before = threading.Event(), BlockWriter.close
+
+    def close(self: BlockWriter) -> None:
+        assert go_on.wait(60)
+        before(self)
+
+    def put(kind: str, path: str) -> None:
+        assert kind != "put" or "distcp" not in path or go_on.wait(60)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockWriter, "close", close)
+        patch.setattr(stores, "HOOKS", [put])
+        try:
+            yield go_on
+        finally:
+            go_on.set()
+            with contextlib.suppress(CheckpointError):
+                Background.wait_until_finished()
+
+
+def filled(value: float) -> torch.nn.Module:
+    """A model of 4000 bytes, all of one value."""
+    model = torch.nn.Linear(1000, 1, bias=False)
+    torch.nn.init.constant_(model.weight, value)
+    return model
+
+
+def values_in(directory: Any) -> dict[int, float]:
+    """The value of the tensor in each checkpoint, by step. Each checkpoint is read whole."""
+    found = {}
+    for path in checkpoint.list_checkpoints(directory):
+        with Checkpoint(path) as saved:
+            assert list(saved.verify()) == []
+            weight = saved.tensor("model.weight")
+            assert weight.unique().numel() == 1
+            found[saved.manifest.step] = weight.flatten()[0].item()
+    return found
+
+
+@pytest.mark.parametrize("place", ["{}/saves", "faulty://{}/saves"])
+def test_saves_hold_the_values_of_their_times_and_one_too_many_for_the_budget_waits(tmp_path: Path, place: str) -> None:
+    directory, model = place.format(tmp_path), filled(1)
+    saving = threading.Thread(
+        target=lambda: checkpoint.save(directory, model, step=3, wait=False, memory_budget_bytes=9000)
+    )
+    with held() as go_on:
+        for step in (1, 2):
+            torch.nn.init.constant_(model.weight, step)
+            checkpoint.save(directory, model, step=step, wait=False, memory_budget_bytes=9000)
+        torch.nn.init.constant_(model.weight, 3)
+        saving.start()
+        saving.join(0.5)
+        assert saving.is_alive()
+        assert checkpoint.list_checkpoints(directory) == []
+        assert len(Background._saves) == 2
+        go_on.set()
+        saving.join(60)
+        assert str(checkpoint.wait_until_finished()).endswith("step-00000003")
+    assert values_in(directory) == {1: 1.0, 2: 2.0, 3: 3.0}
+    assert (Background._saves, Background._spare) == ([], [])
+
+
+def test_memory_of_two_saves_is_used_again_and_that_of_one_stays_without_a_budget(tmp_path: Path) -> None:
+    for step in range(6):
+        with held() as go_on:
+            spare = {each.data_ptr() for each in Background._spare}
+            for again in (0, 1):
+                checkpoint.save(tmp_path, filled(step), step=2 * step + again, wait=False, memory_budget_bytes="10kB")
+            assert spare <= {each.memory.data_ptr() for each in Background._saves}
+            go_on.set()
+            Background.wait_until_finished()
+            assert len(Background._spare) == 2
+            checkpoint.save(tmp_path, filled(step), step=2 * step + 1, wait=False)
+            Background.wait_until_finished()
+            assert len(Background._spare) == 1
+    assert values_in(tmp_path).keys() == {*range(12)}
+
+
+def test_saves_that_have_ended_are_forgotten_but_not_their_errors(tmp_path: Path) -> None:
+    def write() -> None:
+        raise CheckpointError("no space")
+
+    Background.start(write, 0, torch.empty(0))
+    for step in range(1, 6):
+        Background.start(lambda: tmp_path, step, Background.memory(100, pin=False, budget=10**6))
+        Background._saves[-1].wait()
+    assert len(Background._saves) == 2
+    assert Background.has_failed()
+    with pytest.raises(CheckpointError, match="step 0, in the background, failed: no space"):
+        checkpoint.wait_until_finished()
+
+
+def test_saves_without_a_step_that_are_under_way_get_different_steps(tmp_path: Path) -> None:
+    for directory in (tmp_path / "saves", f"faulty://{tmp_path}/store"):
+        with held() as go_on:
+            for value in (5, 6, 7):
+                checkpoint.save(directory, filled(value), wait=False, memory_budget_bytes=2**20)
+            go_on.set()
+            checkpoint.wait_until_finished()
+        assert values_in(directory) == {0: 5.0, 1: 6.0, 2: 7.0}
+
+
+@ranks(2)
+@pytest.mark.parametrize("slow", [0, 1])
+def test_ranks_save_twice_and_train_while_one_of_them_is_slow(world: World, tmp_path: Path, slow: int) -> None:
+    model = sharded("fully_shard")
+    optimizer = optimizer_of(model, "AdamW")
+    url, expected = f"faulty://{tmp_path}/run", {}
+    with held() as go_on:
+        if world.rank != slow:
+            go_on.set()
+        for step in (1, 2, 3):
+            train(model, optimizer, range(step, step + 1), world.rank)
+            expected[step] = {name: value.full_tensor() for name, value in model.state_dict().items()}
+            directory = tmp_path / "saves" if step == 2 else url
+            checkpoint.save(directory, model, optimizer, step=step, wait=False, memory_budget_bytes=2**30)
+        train(model, optimizer, range(4, 6), world.rank)
+        assert len(Background._saves) == 3
+        assert checkpoint.list_checkpoints(url) == checkpoint.list_checkpoints(tmp_path / "saves") == []
+        dist.barrier()
+        go_on.set()
+        assert str(checkpoint.wait_until_finished()).endswith("step-00000003")
+    for step, directory in ((1, url), (2, tmp_path / "saves"), (3, url)):
+        other = sharded("fully_shard")
+        assert checkpoint.load(directory, other, optimizer_of(other, "AdamW"), step=step) == {"step": step}
+        assert_same({name: value.full_tensor() for name, value in other.state_dict().items()}, expected[step])
+
+
+@ranks(2)
+def test_each_rank_waits_for_its_own_budget_and_none_for_ever(world: World, tmp_path: Path) -> None:
+    """The ranks hold different numbers of bytes, and each waits at a different save."""
+    for step in range(6):
+        model = seeded(MLP) if step % 2 else sharded("fully_shard")  # the first rank writes all of the former
+        budget = 1 if world.rank else 20000
+        checkpoint.save(tmp_path, model, step=step, wait=False, memory_budget_bytes=budget)
+        dist.barrier()
+    assert checkpoint.wait_until_finished() == tmp_path / "step-00000005"
+    assert len(checkpoint.list_checkpoints(tmp_path)) == 6
+
+
+@ranks(2)
+@pytest.mark.parametrize("failing", [1, 2])
+@pytest.mark.parametrize("call", ["save", "save in the background", "load", "wait_until_finished"])
+def test_the_error_of_one_save_under_way_is_raised_once_on_all_ranks_and_the_others_are_written(
+    world: World, tmp_path: Path, failing: int, call: str
+) -> None:
+    model = sharded("fully_shard")
+    budget: dict[str, Any] = {"wait": False, "memory_budget_bytes": 2**30}
+    with pytest.MonkeyPatch.context() as patch:
+        before = LocalPartial.open
+
+        def opened(self: LocalPartial, name: str) -> BlockWriter:
+            if world.rank == 1 and self.path.name.startswith(f".step-0000000{failing}"):
+                raise OSError(28, os.strerror(28))
+            return before(self, name)
+
+        patch.setattr(LocalPartial, "open", opened)
+        for step in (1, 2):
+            checkpoint.save(tmp_path, model, step=step, **budget)
+        if world.rank == 1:  # the other rank may not know of the failure yet
+            Background._saves[-1].wait()
+        with pytest.raises(CheckpointError, match=rf"step {failing}, in the background, failed: rank 1: .*No space"):
+            {
+                "save": lambda: checkpoint.save(tmp_path, model),
+                "save in the background": lambda: checkpoint.save(tmp_path, model, step=3, **budget),
+                "load": lambda: checkpoint.load(tmp_path, model),
+                "wait_until_finished": checkpoint.wait_until_finished,
+            }[call]()
+    dist.barrier()
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == [f"step-0000000{3 - failing}"]
+    dist.barrier()
+    checkpoint.save(tmp_path, model, step=4, **budget)
+    assert checkpoint.wait_until_finished() == tmp_path / "step-00000004"
+
+
+@ranks(2)
+def test_a_rank_without_memory_for_its_copy_is_named_on_all_ranks(world: World, tmp_path: Path) -> None:
+    model = sharded("fully_shard")
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(torch, "empty", lambda *args, **kwargs: fail(None) if args[0] else torch.zeros(0))  # type: ignore[arg-type]
+        checkpoint.save(tmp_path, model, step=1, wait=False)
+    with pytest.raises(CheckpointError, match="step 1, in the background, failed: rank 1: OSError"):
+        checkpoint.wait_until_finished()
+    dist.barrier()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "error", [PeerFailure("a rank is lost"), KeyError("on this rank"), CheckpointError("no space")]
+)
+def test_a_save_after_one_that_ended_amid_messages_is_not_written_as_it_would_read_them(error: Exception) -> None:
+    go_on, written, memory = threading.Event(), [], torch.empty(0)
+
+    def write() -> None:
+        go_on.wait(60)
+        raise error
+
+    Background.start(write, 1, memory)
+    for step in (2, 3):
+        Background.start(lambda: written.append(1), step, memory)
+    go_on.set()
+    with pytest.raises(CheckpointError, match=r"^the save of step 1, in the background, failed: ") as raised:
+        Background.wait_until_finished()
+    all_ranks_know = type(error) is CheckpointError
+    assert len(written) == (2 if all_ranks_know else 0)
+    assert ("the save of step 2 failed, and since then ranks cannot" in str(raised.value)) is not all_ranks_know
+
+
+@ranks(2)
+def test_a_replica_after_a_save_on_disk_that_is_under_way_follows_it(world: World, tmp_path: Path) -> None:
+    replicas, model = tmp_path / f"host {world.rank}", sharded("fully_shard")
+    with held() as go_on:
+        for step, place in ((1, None), (2, replicas)):
+            checkpoint.save(tmp_path / "saves", model, step=step, wait=False, memory_budget_bytes=2**30, replicas=place)
+        go_on.set()
+        checkpoint.wait_until_finished()
+    assert checkpoint.load(tmp_path / "saves", model, replicas=replicas) == {"step": 2}
+
+
+def test_a_program_that_is_killed_between_two_saves_leaves_the_first(tmp_path: Path) -> None:
+    program = f"""
+import os, signal, torch
+from fullshard import checkpoint
+from fullshard.checkpoint.blocks import BlockWriter
+from fullshard.checkpoint.local import LocalPartial
+from fullshard.checkpoint.ranks import PeerFailure
+from tests.checkpoint import stores
+def put(kind, path):
+    if kind == "put" and "step-00000002" in path and "distcp" in path:
+        os.kill(os.getpid(), signal.SIGKILL)
+stores.HOOKS.append(put)
+for step in (1, 2, 3):
+    checkpoint.save("faulty://{tmp_path}/run", torch.nn.Linear(9, 9), step=step, wait=False, memory_budget_bytes=2**20)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], timeout=240, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert [path.name for path in checkpoint.list_checkpoints(f"faulty://{tmp_path}/run")] == ["step-00000001"]
+    checkpoint.save(f"faulty://{tmp_path}/run", filled(4), step=2)
+    assert len(checkpoint.list_checkpoints(f"faulty://{tmp_path}/run")) == 2
+
+
+def test_a_program_whose_last_lines_are_saves_to_a_store_ends_when_they_are_written(tmp_path: Path) -> None:
+    program = f"""
+import time, torch
+from fullshard import checkpoint
+from tests.checkpoint import stores
+stores.HOOKS.append(lambda kind, path: time.sleep(0.02))
+for step in (1, 2):
+    checkpoint.save("faulty://{tmp_path}/run", torch.nn.Linear(9, 9), step=step, wait=False, memory_budget_bytes=2**20)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert len(checkpoint.list_checkpoints(f"faulty://{tmp_path}/run")) == 2
+
+
+@pytest.mark.parametrize("budget", ["much", -1, 0])
+def test_a_budget_that_is_no_size_is_refused(tmp_path: Path, budget: Any) -> None:
+    with pytest.raises(ValueError, match="expected bytes"):
+        checkpoint.save(tmp_path, filled(1), wait=False, memory_budget_bytes=budget)
 
 
 @ranks(2)

@@ -56,11 +56,23 @@ def test_ranks_of_a_part_are_counted_from_its_first(world: World) -> None:
 
 @ranks(2)
 def test_a_save_in_the_background_has_a_group_of_its_own(world: World) -> None:
-    beside = Ranks(None, background=True)
-    assert beside.group is not dist.group.WORLD
-    assert Ranks(None, background=True).group is beside.group
+    beside, another = Ranks(None), Ranks(None)
+    beside.communicate_in_background()
+    another.communicate_in_background()
+    assert beside.group is another.group is not dist.group.WORLD
     assert Ranks(None).group is dist.group.WORLD
     assert beside.gather(world.rank) == [0, 1]
+
+
+@ranks(2)
+def test_a_save_in_the_background_has_another_group_than_what_training_asks_with_nccl(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        config = lambda group: "cuda:nccl" if group is dist.group.WORLD else "cpu:gloo"  # noqa: E731
+        patch.setattr(dist, "get_backend_config", config)
+        beside, before = Ranks(None), Ranks(None)
+        beside.communicate_in_background()
+        assert len({beside.group, before.group, dist.group.WORLD}) == 3
+        assert Ranks(None).group is before.group
 
 
 @ranks(2)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard
+from fullshard import checkpoint
+from fullshard.checkpoint.blocks import BlockWriter
 from fullshard.comm.waits import WAITS, Waits
 from fullshard.schedule.unit import unit_of
 from tests.fully_shard.cases import inputs
@@ -72,6 +75,38 @@ def test_a_writer_is_given_scalars(world: World) -> None:
     assert [(tag, step) for tag, _, step in writer.given] == [
         (f"fullshard/{n}", step) for step in (0, 1) for n in names
     ]
+
+
+@ranks(2)
+def test_saves_are_in_the_line_of_the_step_in_which_they_end(world: World, tmp_path: Path) -> None:
+    model, file, saves = sharded(), tmp_path / f"{world.rank}.jsonl", tmp_path / "saves"
+    train, go_on, before = trained(model), threading.Event(), BlockWriter.close
+    train(0)
+    with pytest.MonkeyPatch.context() as patch, fullshard.log_metrics(model, file):
+        patch.setattr(BlockWriter, "close", lambda self: (go_on.wait(60), before(self))[1])
+        checkpoint.save(saves, model, step=1, wait=False, memory_budget_bytes=2**30)
+        checkpoint.save(saves, nn.Sequential(model), step=2, wait=False, memory_budget_bytes=2**30)
+        train(0)
+        time.sleep(0.1)
+        go_on.set()
+        checkpoint.wait_until_finished()
+        train(1)
+        train(2)
+        checkpoint.save(saves, nn.Linear(2, 2), step=3)  # another model
+        checkpoint.save(saves, model, step=4)
+    checkpoint.save(saves, model, step=5)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    names = {"save_seconds", "save_bytes", "save_bytes_per_second", "save_blocked_seconds"}
+    assert [names & line.keys() for line in lines] == [set(), names, set(), names]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    two, one = lines[1], lines[3]
+    assert one.keys() == names | {"step", "rank"}
+    assert one["save_bytes"] == (saves / "step-00000004" / f"__{world.rank}_0.distcp").stat().st_size
+    assert one["save_blocked_seconds"] == one["save_seconds"] > 0
+    files = [saves / f"step-0000000{step}" / f"__{world.rank}_0.distcp" for step in (1, 2)]
+    assert two["save_bytes"] == sum(each.stat().st_size for each in files)
+    assert 0 < two["save_blocked_seconds"] < two["save_seconds"] - 0.2
+    assert two["save_bytes_per_second"] == two["save_bytes"] / two["save_seconds"]
 
 
 @ranks(2)

@@ -117,7 +117,7 @@ class LocalStorage:
 class LocalPartial:
     """A hidden directory, locked by the process that has made it."""
 
-    largest = float("inf")
+    largest, unsent = float("inf"), 0
 
     def __init__(self, path: Path, step: int, lock: int = -1) -> None:
         self.path, self.step, self._lock = path, step, lock

@@ -22,17 +22,22 @@ class PeerFailure(CheckpointError, PeerFailureError):
 
 
 class Ranks:
-    """The ranks of a process group, by default all ranks. Without a process group it is this process alone. A save in
-    the background communicates while training does, so it needs a group of its own, which every rank must make."""
+    """The ranks of a process group, by default all ranks. Without a process group it is this process alone."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None, background: bool = False) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.group: dist.ProcessGroup | None = None  # a group that can send CPU tensors
         self.rank, self.size = 0, 1
         if dist.is_initialized():
             self.group = process_group or dist.group.WORLD
             self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
-            if background or "cpu:gloo" not in dist.get_backend_config(self.group):
+            if "cpu:gloo" not in dist.get_backend_config(self.group):
                 self.group = _gloo_beside(self.group)
+
+    def communicate_in_background(self) -> None:
+        """Uses another group from now on, because a save in the background communicates while training, other saves and
+        :class:`PreemptionHandler` do. All ranks must call it."""
+        if self.group is not None:
+            self.group = _gloo_beside(self.group)
 
     @property
     def first(self) -> bool:

@@ -138,19 +138,27 @@ class ObjectPartial:
     def __init__(self, path: Location, step: int, lease: Lease | None = None) -> None:
         self.path, self.step = path, step
         self._store, self._lease = Store(path), lease
-        self._under_way: deque[Future[None]] = deque()
+        self._under_way: deque[tuple[int, Future[None]]] = deque()  # with the size of each object
+
+    @property
+    def unsent(self) -> int:
+        return sum(size for size, put in self._under_way.copy() if not put.done())
 
     def open(self, name: str) -> BlockWriter:
         while len(self._under_way) >= _AT_A_TIME:
-            self._under_way.popleft().result()
+            self._wait_for_oldest()
         return _ObjectWriter(self.path / name, lambda data: self._put(name, data))
 
     def _put(self, name: str, data: bytearray) -> None:
-        self._under_way.append(_threads().submit(self._store.put, name, data))
+        self._under_way.append((len(data), _threads().submit(self._store.put, name, data)))
+
+    def _wait_for_oldest(self) -> None:
+        self._under_way[0][1].result()
+        self._under_way.popleft()  # until now it counts as unsent
 
     def flush(self) -> None:
         while self._under_way:
-            self._under_way.popleft().result()
+            self._wait_for_oldest()
 
     def publish(self, manifest: bytes) -> str:
         if self._lease is None or not self._lease.is_held() or not self._store.create(MANIFEST, manifest):
@@ -161,7 +169,7 @@ class ObjectPartial:
         return str(self.path.name)
 
     def discard(self) -> None:
-        for each in self._under_way:
+        for _, each in self._under_way:
             each.cancel()
         with suppress(CheckpointError):  # then the next save removes the rest
             if self._lease is not None and self._lease.is_held():

@@ -14,16 +14,15 @@ If a process ends during a save, what it wrote has no lock or lease any more, an
 from __future__ import annotations
 
 import logging
-import operator
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -32,7 +31,7 @@ from torch.optim import Optimizer
 
 from fullshard._renamed import renamed_keywords
 from fullshard.checkpoint import dcp
-from fullshard.checkpoint.background import Background
+from fullshard.checkpoint.background import NO_MEMORY, Background
 from fullshard.checkpoint.blocks import CheckpointError, checksum, without_collections
 from fullshard.checkpoint.contents import Contents, Parameters, named
 from fullshard.checkpoint.keep import LatestN, PreservationPolicy, checked_metrics, checked_policies
@@ -43,8 +42,6 @@ from fullshard.checkpoint.manifest import (
     Entry,
     Location,
     Manifest,
-    Piece,
-    Stored,
     StoredFile,
     Tensors,
     check,
@@ -54,12 +51,15 @@ from fullshard.checkpoint.manifest import (
     encode_contents,
     number_of,
 )
+from fullshard.checkpoint.outline import LastSave, Outline, outlines_of
+from fullshard.checkpoint.progress import Progress
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.removal import remove_older
 from fullshard.checkpoint.replicas import Hosts, Sent
 from fullshard.checkpoint.storage import Partial, Storage, located, storage_of
 from fullshard.policies import warn
-from fullshard.report.text import bytes_text, quantity_text, seconds_text
+from fullshard.report.metrics import Metrics
+from fullshard.report.text import bytes_of, bytes_text, quantity_text, seconds_text
 from fullshard.torch_private import foreach_copy
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def save(
     *,
     step: int | None = None,
     wait: bool = True,
+    memory_budget_bytes: int | str | None = None,
     keep_last: int | None = None,
     keep: Sequence[PreservationPolicy] | None = None,
     metrics: Mapping[str, float] | None = None,
@@ -97,6 +98,9 @@ def save(
         step: the number of the checkpoint. ``None``: the next number.
         wait: ``False``: return once everything is copied to host memory, and write in the background. If that fails,
             the next :func:`save`, :func:`load` or :func:`wait_until_finished` raises the error.
+        memory_budget_bytes: with ``wait=False``, the most host memory that the copies of this rank may take together,
+            in bytes or as ``"64GiB"``. Saves are then written one after the other while training goes on, and a save
+            waits until its copy fits. ``None``: a save waits until the one before is written.
         keep_last: how many checkpoints to keep, including this one: short for ``keep=[LatestN(keep_last)]``.
         keep: policies such as :class:`LatestN` and :class:`BestN`. Older checkpoints that are whole, and that none of
             them keeps, are removed. One that is being read is left to a later save. One that a symbolic link names is
@@ -120,15 +124,17 @@ def save(
     Raises:
         CheckpointError: on all ranks, if some rank could not write, or if a rank was lost.
         ValueError: ``keep_last`` is less than 1 or given with ``keep``, ``keep`` is empty, ``step`` is less than 0,
-            ``replicas`` is given without ``step``, ``directory`` has a name such as ``step-00000010``, or a name in
-            ``state`` is "step" or has a dot.
+            ``memory_budget_bytes`` is no size, ``replicas`` is given without ``step``, ``directory`` has a name such as
+            ``step-00000010``, or a name in ``state`` is "step" or has a dot.
         TypeError: ``step`` is not an integer, ``keep`` is not a list of policies, or ``metrics`` is not a dict of
             numbers.
 
     Ranks: all ranks of ``process_group`` alike.
     """
     began, state = time.monotonic(), checked_state(state)
-    Background.wait_until_finished()
+    budget = None if memory_budget_bytes is None else bytes_of(memory_budget_bytes)
+    if wait or budget is None:
+        Background.wait_until_finished()
     step, policies, metrics = checked_step(step), checked_policies(keep_last, keep), checked_metrics(metrics)
     if replicas is not None and step is None:
         raise ValueError("replicas need a step, which is compared with the steps of the checkpoints in the directory")
@@ -140,17 +146,23 @@ def save(
                 f"{path} names a single checkpoint: give save() its parent directory, '{path.parent}', and "
                 f"step={number[0]}"
             )
-    ranks = Ranks(process_group, background=not wait)
-    hosts = None if memory is None else Hosts(memory, ranks, root)
-    manifest = Manifest(world_size=ranks.size, frozen=not trainable_only, binding=hosts.binding if hosts else {})
+    ranks = Ranks(process_group)
+    manifest = Manifest(world_size=ranks.size, frozen=not trainable_only)
     manifest.time, manifest.metrics = datetime.now(UTC), metrics
-    writing = _Writing(storage_of(memory or root), ranks, policies, manifest, began, hosts)
-    writing.prepare(model, optimizer, state, step, begin=wait or not writing.storage.is_slow)
+    writing = _Writing(storage_of(memory or root), ranks, policies, manifest, began, root if memory else None, step)
+    writing.logged = Metrics.of(model)
+    # What an older save has yet to publish decides a new number, and what a replica belongs to.
+    writing.prepare(model, optimizer, state, begin=wait or (budget is None and not writing.storage.is_slow))
     if wait:
         return writing.write()
-    writing.copy()
+    ranks.communicate_in_background()
+    copied = NO_MEMORY
+    try:
+        copied = writing.copy(budget or 0)
+    except Exception as error:  # its thread tells the other ranks, whose threads wait for it
+        writing.failure = error
     writing.blocked = time.monotonic() - began
-    Background.start(writing.write)
+    Background.start(writing.write, writing.step, copied)
     return None
 
 
@@ -163,10 +175,13 @@ class _Writing:
     keep: Sequence[PreservationPolicy]
     manifest: Manifest
     began: float
+    replica_of: Location | None  # for an in-memory replica, the directory of checkpoints
+    step: int | None
     hosts: Hosts | None = None  # only for an in-memory replica
     blocked: float | None = None  # seconds that training waited for a save in the background
+    logged: list[Metrics] = field(default_factory=list)  # where the figures of this save are written
+    failure: Exception | None = None  # the reason why there is nothing to write
     partial: Partial | None = None
-    step: int | None = None
     boxes: list[Box] = field(default_factory=list)  # the boxes that this rank writes
     tensors: list[torch.Tensor] = field(default_factory=list)  # the values of these boxes
     values: list[tuple[str, bytes]] = field(default_factory=list)  # other values that this rank writes
@@ -182,11 +197,11 @@ class _Writing:
         """The rank that makes the directory into which this rank writes, and makes it visible."""
         return self.hosts.leader if self.hosts else 0
 
-    def prepare(
-        self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], step: int | None, begin: bool
-    ) -> None:
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], begin: bool) -> None:
         """Collects what to save, and agrees with the other ranks on who writes what. With ``begin``, it makes the
-        directory; otherwise :meth:`write` does."""
+        directory; otherwise :meth:`write` does. Raises the error of an older save that failed on any rank."""
+        if begin:
+            self._find_hosts()
         contents, user_state = Contents(), dict[str, bytes]()
 
         def collect() -> tuple[Any, ...]:
@@ -194,13 +209,17 @@ class _Writing:
             digests = {name: checksum(data) for name, data in user_state.items()}
             keys = contents.keys_with_other_holders(self.ranks.size)
             everywhere = "" if contents.is_partial(self.ranks.size) else checksum("\n".join(keys).encode())
-            begun = self._begin(step) if begin else ("", step)
-            return ((begun, digests, everywhere, self.manifest.time, self.manifest.metrics),)
+            begun = self._begin() if begin else ("", self.step)
+            failed = Background.has_failed()
+            return ((begun, digests, everywhere, failed, self.manifest.time, self.manifest.metrics),)
 
         try:
             _, everyone = self.ranks.attempt(collect)
-            (_, digests, everywhere, *first), *others = everyone
+            (_, digests, everywhere, _, *first), *others = everyone
             self.manifest.time, self.manifest.metrics = first  # alike on all hosts
+            if any(each[3] for each in everyone):
+                Background.wait_until_finished()  # raises the error on all ranks of the older save
+                raise CheckpointError("a save in the background failed on another rank: find the error in its log")
             self._join([each[0] for each in everyone])
             if any(set(each[1]) != set(digests) for each in others):
                 raise CheckpointError(
@@ -226,11 +245,16 @@ class _Writing:
                 self.partial.discard()
             raise
 
-    def _begin(self, step: int | None) -> tuple[str, int | None]:
+    def _find_hosts(self) -> None:
+        if self.replica_of is not None:
+            self.hosts = Hosts(Path(self.directory), self.ranks, self.replica_of)
+            self.manifest.binding = self.hosts.binding
+
+    def _begin(self) -> tuple[str, int | None]:
         """Makes the directory if this rank leads. Returns its name, and the step."""
         if self.ranks.rank != self.leader:
-            return "", step
-        self.partial = self.storage.begin(step)
+            return "", self.step
+        self.partial = self.storage.begin(self.step)
         return self.partial.path.name, self.partial.step
 
     def _join(self, begun: list[tuple[str, int | None]]) -> None:
@@ -284,31 +308,37 @@ class _Writing:
             if holders[name][0] == self.ranks.rank if name in holders else not layout.copies.number:
                 self.values.append((name, dcp.saved(value, f"'{name}'")))
 
-    def copy(self) -> None:
-        """Copies the tensors to host memory, so that training may change them."""
+    def copy(self, budget: int) -> torch.Tensor:
+        """Copies the tensors to host memory, so that training may change them. Returns that memory."""
         sizes = [-(-tensor.nbytes // dcp.ALIGNMENT) * dcp.ALIGNMENT for tensor in self.tensors]
         pin = any(tensor.device.type == "cuda" for tensor in self.tensors)
-        arena, at = Background.memory(sum(sizes), pin), 0
+        arena, at = Background.memory(sum(sizes), pin, budget), 0
         copies = []
         for tensor, size in zip(self.tensors, sizes, strict=True):
             copies.append(arena[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
             at += size
         with torch.no_grad():
-            foreach_copy(copies, self.tensors)
+            if copies:
+                foreach_copy(copies, self.tensors)
         if any(not tensor.is_cpu for tensor in self.tensors):
             torch.accelerator.synchronize()
         self.tensors = copies
+        return arena
 
     def write(self) -> Path | None:
         """Writes the checkpoint and makes it visible. Returns ``None`` if there was no space for a replica."""
+        if self.partial is None:
+            self._find_hosts()
         leads, hosts = self.ranks.rank == self.leader, self.hosts
         try:
             if self.partial is None:
-                self._join(self.ranks.attempt(lambda: (self._begin(self.step),))[1])
+                self._join(self.ranks.attempt(lambda: (self._begin(),))[1])
             assert self.partial is not None
             assert self.step is not None
             self.manifest.step = self.step
-            (files, outlines, _), descriptions = self.ranks.attempt(self._write_files)
+            total = sum(tensor.nbytes for tensor in self.tensors) + sum(len(data) for _, data in self.values)
+            with Progress(self.ranks, self.partial, self.step, str(self.manifest.time), total):
+                (files, outlines, _), descriptions = self.ranks.attempt(self._write_files)
             keys = tuple(key for key, _, _ in descriptions)
             if hosts is not None:
                 self.ranks.attempt(partial(hosts.spread, self.partial.path, [sent for _, _, sent in descriptions]))
@@ -320,7 +350,7 @@ class _Writing:
             parts = self.ranks.broadcast(parts) if hosts is not None else parts
             _, everyone = self.ranks.attempt(lambda: (self._publish(parts) if leads else "",))
             if leads:
-                _Last.keys = keys
+                LastSave.keys = keys
             if leads and hosts is not None:  # remove older ones only when this one is visible on all hosts
                 remove_older(self.directory, everyone[self.leader], self.keep or [LatestN(1)], replicas=True)
         except PeerFailure:
@@ -334,9 +364,11 @@ class _Writing:
         finally:
             if self.partial is not None:
                 self.partial.discard()
-        path = self.directory / str(everyone[self.leader])
+        path, seconds = self.directory / str(everyone[self.leader]), time.monotonic() - self.began
+        for each in self.logged:
+            each.add_save(seconds, sum(file.size for file in files.values()), self.blocked or seconds)
         if self.ranks.first:
-            seconds, nbytes = time.monotonic() - self.began, sum(file.size for file in self.manifest.files.values())
+            nbytes = sum(file.size for file in self.manifest.files.values())
             _log.info(
                 f"step {self.manifest.step} is saved in {path}: {bytes_text(nbytes)} in {seconds_text(seconds)} "
                 f"({quantity_text(nbytes / seconds, 'B/s')}); training waited for "
@@ -344,21 +376,24 @@ class _Writing:
             )
         return path
 
-    def _write_files(self) -> tuple[dict[str, StoredFile], list[_Outline], tuple[str, str, Sent]]:
+    def _write_files(self) -> tuple[dict[str, StoredFile], list[Outline], tuple[str, str, Sent]]:
         """Writes the files of this rank: one, or several where the storage limits their size."""
         assert self.partial is not None
-        parts = [*self._parts(self.partial.largest)]
+        if self.failure is not None:
+            raise self.failure
+        sizes, pairs = [(name, len(data)) for name, data in self.values], [*zip(self.boxes, self.tensors, strict=True)]
+        parts = [*outlines_of(self.ranks.rank, pairs, sizes, self.paths, self.partial.largest)]
         outlines = [outline for outline, _ in parts]
-        if outlines != _Last.outlines:
-            _Last.outlines, _Last.between = outlines, [outline.laid_out()[2] for outline in outlines]
-            _Last.key = uuid.uuid4().hex
+        if outlines != LastSave.outlines:
+            LastSave.outlines, LastSave.between = outlines, [outline.laid_out()[2] for outline in outlines]
+            LastSave.key = uuid.uuid4().hex
         files = dict[str, StoredFile]()
-        for (outline, tensors), between in zip(parts, _Last.between, strict=True):
-            values, pairs = self.values if outline.values else (), zip(between, tensors, strict=False)
-            files[outline.name] = self._write_file(outline.name, values, pairs, between[-1])
+        for (outline, tensors), between in zip(parts, LastSave.between, strict=True):
+            values, each = self.values if outline.values else (), zip(between, tensors, strict=False)
+            files[outline.name] = self._write_file(outline.name, values, each, between[-1])
         self.partial.flush()
-        digest = checksum("".join(_Last.keys).encode())
-        return files, outlines, (_Last.key, digest, Sent.of(*next(iter(files.items()))))
+        digest = checksum("".join(LastSave.keys).encode())
+        return files, outlines, (LastSave.key, digest, Sent.of(*next(iter(files.items()))))
 
     def _write_file(
         self, name: str, values: Iterable[tuple[str, bytes]], tensors: Iterable[tuple[bytes, torch.Tensor]], end: bytes
@@ -384,18 +419,7 @@ class _Writing:
             writer.abandon()
         return StoredFile(writer.size, writer.checksums)
 
-    def _parts(self, largest: float) -> Iterator[tuple[_Outline, list[torch.Tensor]]]:
-        """The outlines of this rank's files, with the tensors in each. Large tensors are split along their first
-        dim."""
-        pairs = [*zip(self.boxes, self.tensors, strict=True)]
-        sizes = [(name, len(data)) for name, data in self.values]
-        for number, part in enumerate(_split(pairs, largest) if largest < float("inf") else [pairs]):
-            boxes, tensors = [box for box, _ in part], [tensor for _, tensor in part]
-            kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
-            name = f"__{self.ranks.rank}_{number}.distcp"
-            yield _Outline(name, boxes, kinds, [] if number else sizes, {} if number else self.paths), tensors
-
-    def _publish(self, parts: list[tuple[dict[str, StoredFile], list[_Outline] | None]]) -> str:
+    def _publish(self, parts: list[tuple[dict[str, StoredFile], list[Outline] | None]]) -> str:
         """Writes the metadata and the manifest, makes the checkpoint visible, and returns its name."""
         import fullshard
 
@@ -405,18 +429,18 @@ class _Writing:
         manifest.files = {name: file for files, _ in parts for name, file in files.items()}
         outlines = [outline for _, outlines in parts for outline in outlines or ()]
         if outlines:
-            _Last.metadata, _Last.contents = self._describe(outlines)
-        manifest.files[METADATA] = self._write_file(METADATA, [("", _Last.metadata)], (), b"")
+            LastSave.metadata, LastSave.contents = self._describe(outlines)
+        manifest.files[METADATA] = self._write_file(METADATA, [("", LastSave.metadata)], (), b"")
         try:
             self.partial.flush()
-            name = self.partial.publish(encode(manifest, _Last.contents))
+            name = self.partial.publish(encode(manifest, LastSave.contents))
         except OSError as error:
             raise CheckpointError(f"{self.partial.path} could not be completed: {error.strerror}") from error
         if self.hosts is None:
             remove_older(self.directory, name, self.keep)
         return name
 
-    def _describe(self, outlines: list[_Outline]) -> tuple[bytes, bytes]:
+    def _describe(self, outlines: list[Outline]) -> tuple[bytes, bytes]:
         """The bytes of DCP's metadata, and the manifest's bytes about tensors and values."""
         manifest, paths, entries = self.manifest, dict[str, tuple[str | int, ...]](), dict[str, Entry]()
         for outline in outlines:
@@ -434,64 +458,3 @@ class _Writing:
         assert self.partial is not None
         check(manifest, self.partial.path / MANIFEST)  # pieces of a tensor may be missing on all ranks
         return dcp.write_metadata(manifest, paths), encode_contents(manifest)
-
-
-def _split(pairs: Iterable[tuple[Box, torch.Tensor]], largest: float) -> list[list[tuple[Box, torch.Tensor]]]:
-    """Groups of tensors of about ``largest`` bytes. Tensors with more are split along their first dim."""
-    groups, size = [list[tuple[Box, torch.Tensor]]()], 0.0
-    for box, tensor in pairs:
-        rows = max(1, int(largest * len(tensor) // tensor.nbytes)) if tensor.nbytes > largest and tensor.dim() else 0
-        for at in range(0, len(tensor), rows) if rows else [0]:
-            part, offsets = tensor, box.offsets
-            if rows:
-                part, offsets = tensor[at : at + rows], (box.offsets[0] + at, *box.offsets[1:])
-            if size and size + part.nbytes > largest:
-                groups.append([])
-                size = 0.0
-            groups[-1].append((box._replace(offsets=offsets), part))
-            size += part.nbytes
-    return groups
-
-
-class _Outline(NamedTuple):
-    """The outline of a rank's file: its name, its contents in order, and their paths in the nested state dict."""
-
-    name: str
-    boxes: list[Box]
-    kinds: list[tuple[torch.dtype, torch.Size]]
-    values: list[tuple[str, int]]  # names and lengths; values come before the tensors
-    paths: dict[str, tuple[str | int, ...]]
-
-    def laid_out(self) -> tuple[list[Any], dict[str, Stored], list[bytes]]:
-        """The layout of the file: names, dtype, shape and piece of each tensor; the positions of values; and the bytes
-        before each tensor and after the last."""
-        tensors, values, at = list[Any](), dict[str, Stored](), 0
-        for name, length in self.values:
-            values[name] = Stored(self.name, at, length)
-            at += length
-        between, concatenate = [bytes(-at % dcp.ALIGNMENT)], cache(operator.add)  # of which few are different
-        at += len(between[0])
-        for (names, shape, offsets, _), (dtype, sizes) in zip(self.boxes, self.kinds, strict=True):
-            before, after, length = dcp.around(dtype, tuple(sizes))
-            tensors.append((names, dtype, shape, Piece(self.name, at, length, at + len(before), offsets, tuple(sizes))))
-            between[-1:] = concatenate(between[-1], before), after
-            at += len(before) + sizes.numel() * dtype.itemsize + len(after)
-        return tensors, values, between
-
-
-class _Last:
-    """A cache of the last save's descriptions. The next save of the same model has the same, and does not make them
-    again.
-
-    Attributes:
-        outlines: the outlines of this rank's files. ``between`` are the bytes between their tensors, ``key`` a name.
-        keys: the keys of all ranks, in the last save that this rank described. ``metadata`` and ``contents`` are the
-            bytes that it wrote then.
-    """
-
-    outlines: ClassVar[list[_Outline]] = []
-    between: list[list[bytes]]
-    key = ""
-    keys: tuple[str, ...] = ()
-    metadata = b""
-    contents = b""

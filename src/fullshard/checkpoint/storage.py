@@ -53,6 +53,10 @@ class Partial(Protocol):
     step: int
     largest: float
 
+    @property
+    def unsent(self) -> int:
+        """The bytes that were written here and are still in memory."""
+
     def open(self, name: str) -> BlockWriter:
         """Begins a new file. Raises FileNotFoundError if this host does not see :attr:`path`."""
 

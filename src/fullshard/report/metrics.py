@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch.distributed as dist
 import torch.nn as nn
@@ -27,7 +27,7 @@ from fullshard.group.param_group import ParamGroup
 from fullshard.group.step import Action
 from fullshard.report.watching import Point, StepObserver, TimedMark, from_others
 from fullshard.schedule.schedule import Schedule
-from fullshard.schedule.unit import schedule_of
+from fullshard.schedule.unit import schedule_of, units_in
 
 
 class ScalarWriter(Protocol):
@@ -44,6 +44,9 @@ def log_metrics(model: nn.Module, to: str | os.PathLike[str] | ScalarWriter, *, 
     - ``received_bytes``: bytes received from other ranks.
     - ``memory_bytes``, ``peak_memory_bytes``: the memory after the step, and the largest so far. On the CPU it is the
       resident memory of the process; on an accelerator, what torch has allocated there.
+    - ``save_seconds``, ``save_bytes``, ``save_bytes_per_second``, ``save_blocked_seconds``: only if a save of the
+      model (:func:`fullshard.checkpoint.save`) ends in the step. Its time from call to end, the bytes that this rank
+      wrote, and how long training waited. If several saves end in it, they are added up.
 
     ::
 
@@ -104,7 +107,7 @@ class _Step:
         self.waits: list[tuple[Point, Point]] = []
         self.received = 0
         self.number = 0
-        self.memory: dict[str, int] = {}
+        self.figures: dict[str, float] = {}  # what is known at its end
 
 
 class Metrics(StepObserver):
@@ -116,8 +119,12 @@ class Metrics(StepObserver):
     Ranks: each for itself.
     """
 
+    _running: ClassVar[weakref.WeakSet[Metrics]] = weakref.WeakSet()
+
     def __init__(self, schedule: Schedule, write: Callable[[int, dict[str, float]], None], first_step: int) -> None:
         super().__init__(schedule)
+        self._running.add(self)
+        self._saves: deque[tuple[float, int, float]] = deque()  # that have ended: seconds, bytes, seconds of training
         self._write = write
         self.step = first_step
         self._stepped: _Step | None = None  # the current step, up to its last optimizer step
@@ -135,12 +142,34 @@ class Metrics(StepObserver):
         self.observe_steps()
 
     def stop(self) -> None:
-        """Write the metrics that are not written yet, and stop. May be called again."""
+        """Write the metrics that are not written yet, and stop. Saves since the last step get a line of their own. May
+        be called again."""
         if self.is_running:
             super().stop()
+            self._running.discard(self)
             self.end_step()
             self.clock.end()
             self._flush()
+            if figures := self._figures_of_saves():
+                self._write(self.step, figures)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> list[Metrics]:
+        """Those that run for a model or for parts of it."""
+        schedules = [unit.schedule for unit in units_in(model)] if cls._running else []
+        return [each for each in cls._running if each.schedule in schedules]
+
+    def add_save(self, seconds: float, nbytes: int, blocked: float) -> None:
+        """Adds a save that has ended to the current step. Any thread may call it."""
+        self._saves.append((seconds, nbytes, blocked))
+
+    def _figures_of_saves(self) -> dict[str, float]:
+        saves = [self._saves.popleft() for _ in range(len(self._saves))]
+        if not saves:
+            return {}
+        seconds, nbytes, blocked = map(sum, zip(*saves, strict=True))
+        figures = {"save_seconds": seconds, "save_bytes": nbytes, "save_bytes_per_second": nbytes / seconds}
+        return {**figures, "save_blocked_seconds": blocked}
 
     def __enter__(self) -> Self:
         return self
@@ -170,7 +199,8 @@ class Metrics(StepObserver):
         step, self._stepped = self._stepped, None
         if step is not None:
             step.number, self.step = self.step, self.step + 1
-            step.memory = {"memory_bytes": self.memory.now(), "peak_memory_bytes": self.memory.peak()}
+            memory = {"memory_bytes": self.memory.now(), "peak_memory_bytes": self.memory.peak()}
+            step.figures = {**memory, **self._figures_of_saves()}
             self._ended.append(step)
             self._flush()
 
@@ -182,4 +212,4 @@ class Metrics(StepObserver):
                 "seconds": self.clock.between(step.begin, step.end),
                 "waited_seconds": self.clock.total(step.waits),
             }
-            self._write(step.number, {**seconds, "received_bytes": step.received, **step.memory})
+            self._write(step.number, {**seconds, "received_bytes": step.received, **step.figures})
