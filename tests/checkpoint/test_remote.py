@@ -216,6 +216,52 @@ def test_leases_of_processes_that_ended_are_removed(url: str) -> None:
     assert not [name for name in objects(url) if "/.w" in name or "/.r" in name or "/.n" in name]
 
 
+@pytest.mark.parametrize("publishes", [False, True])
+def test_jobs_that_find_a_dead_lease_at_once_both_save(tmp_path: Path, publishes: bool) -> None:
+    """One removes what the dead one has left. Wherever it is in that, the other one may begin a save and write."""
+    at = 1
+    while _both_save(f"faulty://{tmp_path}/{at}", at, publishes):
+        at += 1
+    assert at > 20
+
+
+def _both_save(url: str, at: int, publishes: bool) -> bool:
+    """Begins another save before a request of the first one. Returns whether there was such a request."""
+    left = Path(located(url).path) / "step-00000001"
+    left.mkdir(parents=True)
+    (left / ".writing").write_text(json.dumps({"host": host_id(), "process": 1, "started": "1", "lease": "x"}))
+    (left / "__0_7.distcp").write_bytes(b"left")
+    count, others, names = 0, list[remote.ObjectPartial](), dict[str, bytes]()
+
+    def other_begins(*_: str) -> None:
+        nonlocal count
+        count += 1
+        if count == at:
+            HOOKS.clear()
+            others.append(begun(url, b"other"))
+            if publishes:
+                names[others[0].publish(b"other")] = b"other"
+
+    HOOKS.append(other_begins)
+    mine = begun(url, b"mine")
+    HOOKS.clear()
+    names[mine.publish(b"mine")] = b"mine"
+    if others and not publishes:
+        names[others[0].publish(b"other")] = b"other"
+    assert len(names) == 1 + len(others)
+    assert {name: (left.parent / name / "__0_0.distcp").read_bytes() for name in names} == names
+    written = [f"{name}/{each}" for name in names for each in ("__0_0.distcp", "manifest.json")]
+    assert objects(url) == ["newest.json", *sorted(written)]
+    return bool(others)
+
+
+def begun(url: str, data: bytes) -> remote.ObjectPartial:
+    """A save that has written one object."""
+    made = remote.ObjectStorage(located(url)).begin(1)
+    made._store.put("__0_0.distcp", data)
+    return made
+
+
 def test_a_flipped_bit_is_found(url: str) -> None:
     saved(url, 1, 2)
     file = Path(located(url).path) / "step-00000002" / "__0_0.distcp"

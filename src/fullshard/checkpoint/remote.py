@@ -18,7 +18,6 @@ from __future__ import annotations
 import builtins
 import itertools
 import json
-import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -28,11 +27,11 @@ from functools import cache, cached_property
 
 from fullshard.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, CheckpointError, CorruptCheckpointError
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Location, StoredFile, name_of, number_of
-from fullshard.checkpoint.store import Lease, Store
+from fullshard.checkpoint.store import NOW, Lease, Store
 
 #: The most bytes of an object, or of a range that is read at once. How many of them travel at a time.
 _OBJECT, _AT_A_TIME = 32 << 20, 8
-_WRITING, _READING, _NOW, _NEWEST = ".writing", ".reading-", ".now-", "newest.json"
+_WRITING, _READING, _NEWEST = ".writing", ".reading-", "newest.json"
 
 
 @cache
@@ -50,19 +49,23 @@ class ObjectStorage:
 
     def list(self) -> list[Location]:
         if number_of(self.directory.name):
-            return [self.directory] if ObjectFiles(self.directory).is_published() else []
+            return self._those([self.directory])
+        noted = _threads().submit(self._store.get, _NEWEST)
         names = {name for name in self._store.list() if number_of(name)}
         with suppress(ValueError, TypeError, KeyError):
-            newest = json.loads(self._store.get(_NEWEST) or b"")["newest"]
+            newest = json.loads(noted.result() or b"")["newest"]
             names |= {newest} if number_of(newest) else set()
-        paths = [self.directory / name for name in sorted(names, key=lambda name: number_of(name) or (), reverse=True)]
-        if not paths and ObjectFiles(self.directory).is_published():
-            return [self.directory]
-        return [path for path in paths if ObjectFiles(path).is_published()]
+        ordered = sorted(names, key=lambda name: number_of(name) or (), reverse=True)
+        return self._those([self.directory / name for name in ordered] or [self.directory])
 
     def unfinished(self) -> builtins.list[Location]:
-        paths = [self.directory / name for name in sorted(filter(number_of, self._store.list()))]
-        return [path for path in paths if not ObjectFiles(path).is_published()]
+        names = sorted(filter(number_of, self._store.list()))
+        return self._those([self.directory / name for name in names], published=False)
+
+    def _those(self, paths: builtins.list[Location], published: bool = True) -> builtins.list[Location]:
+        """Those that are published, or those that are not."""
+        found = _threads().map(lambda path: ObjectFiles(path).is_published(), paths)
+        return [path for path, is_published in zip(paths, found, strict=True) if is_published == published]
 
     def begin(self, step: int | None) -> ObjectPartial:
         self._remove_leftovers()
@@ -82,32 +85,40 @@ class ObjectStorage:
 
     def remove(self, path: Location) -> bool:
         store = Store(path)
-        manifest = {name: store.get(name) for name in (MANIFEST, METADATA)}
-        if self._is_pinned(store):
+        lease = Lease.taken(store, _WRITING, succeed=True)  # so that no save begins here now
+        if lease is None:
             return False
-        store.delete(manifest)
-        if self._is_pinned(store):  # a reader may have come in between
-            for name, data in reversed(manifest.items()):
-                if data is not None:
-                    store.put(name, data)
-            return False
-        _delete_all(store)
-        return True
-
-    def _is_pinned(self, store: Store) -> bool:
-        return any(not _is_over(store, name) for name in store.list() if name.startswith(_READING))
+        try:
+            names = MANIFEST, METADATA
+            data = [*_threads().map(store.get, names)]
+            if _is_pinned(store, store.list()):
+                return False
+            store.delete(names)
+            objects = store.sizes()
+            if _is_pinned(store, objects):  # a reader may have come in between
+                for name, each in zip(reversed(names), reversed(data), strict=True):
+                    if each is not None:
+                        store.put(name, each)
+                return False
+            _delete_all(store, objects, lease)
+            return True
+        finally:
+            lease.release()
 
     def _remove_leftovers(self) -> None:
         """Removes what saves, removals and readers have left that were interrupted."""
-        for name in filter(number_of, self._store.list()):
-            store = Store(self.directory / name)
-            leases = [each for each in store.list() if each.startswith((_WRITING, _READING, _NOW))]
-            store.delete([each for each in leases if _is_over(store, each)])
-            # In this order: a save publishes first, and then releases its lease.
-            if store.exists(_WRITING) or ObjectFiles(self.directory / name).is_published():
+        names = [*filter(number_of, self._store.list())]
+        stores = [Store(self.directory / name) for name in names]
+        for name, store, found in zip(names, stores, _threads().map(Store.list, stores), strict=True):
+            leases = [each for each in found if each.startswith((_READING, NOW))]
+            store.delete([each for each in leases if Lease.is_over(store, each)])
+            if MANIFEST in found and not any(each.startswith(_WRITING) for each in found):
                 continue
-            if lease := Lease.taken(store, _WRITING):  # so that no save begins here now
-                _delete_all(store)
+            if lease := Lease.taken(store, _WRITING, succeed=True):
+                # In this order: a save publishes first, and then releases its lease.
+                is_published = ObjectFiles(self.directory / name).is_published()
+                left = [each for each in found if each.startswith(_WRITING)] if is_published else store.sizes()
+                _delete_all(store, left, lease)
                 lease.release()
 
     def files(self, path: Location) -> ObjectFiles:
@@ -120,14 +131,13 @@ class ObjectStorage:
         self._store.put(name, text.encode())
 
 
-def _is_over(store: Store, name: str) -> bool:
-    """Whether nobody holds a lease of this name any more."""
-    return Lease(store, f"{_NOW}{uuid.uuid4().hex[:8]}").is_over(name)
+def _is_pinned(store: Store, names: Iterable[str]) -> bool:
+    return any(not Lease.is_over(store, name) for name in names if name.startswith(_READING))
 
 
-def _delete_all(store: Store) -> None:
-    """Deletes all objects but the lease of the save, under whose protection this is done."""
-    deque(_threads().map(lambda name: store.delete([name]), store.sizes().keys() - {_WRITING}), maxlen=0)
+def _delete_all(store: Store, names: Iterable[str], lease: Lease) -> None:
+    """Deletes objects, but not the lease under whose protection this is done."""
+    deque(_threads().map(lambda name: store.delete([name]), set(names).difference(lease.names)), maxlen=0)
 
 
 class ObjectPartial:
@@ -165,7 +175,7 @@ class ObjectPartial:
             each.cancel()
         with suppress(CheckpointError):  # then the next save removes the rest
             if self._lease is not None and self._lease.is_held():
-                _delete_all(self._store)
+                _delete_all(self._store, self._store.sizes(), self._lease)
                 self._lease.release()
 
 
@@ -181,8 +191,7 @@ class ObjectFiles:
 
     def pin(self, owner: object) -> Callable[[], object]:
         with suppress(Exception):  # a store that cannot be written to
-            if lease := Lease.taken(self._store, f"{_READING}{uuid.uuid4().hex}"):
-                return weakref.finalize(owner, lease.release)
+            return weakref.finalize(owner, Lease.made(self._store, _READING).release)
         return lambda: None
 
     def exists(self, name: str) -> bool:
