@@ -101,7 +101,7 @@ def test_objects_are_read_several_at_a_time_and_not_kept(url: str, monkeypatch: 
             found.read((name, value.shape, (0,) * value.dim(), value) for name, value in named(model))
             readers = [each for each in found._readers.values() if isinstance(each, remote._ObjectReader)]
             assert len(readers) > 4
-            assert not any(each._ahead or each._ranges for each in readers)
+            assert not any(each.ahead or each._ranges for each in readers)
     finally:
         HOOKS.clear()
     assert (first, together.broken) == ([], False)
@@ -352,3 +352,38 @@ def test_an_s3_server_keeps_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None
             assert torch.equal(found.tensor("model.0.weight"), model_of(3).state_dict()["0.weight"])
         assert main(["checkpoint", "verify", url]) == 0
         assert main(["checkpoint", "list", url]) == 0
+
+
+def test_a_check_reads_an_object_in_one_request(url: str) -> None:
+    saved(url, 1)
+    LOG.clear()
+    with Checkpoint(f"{url}/step-00000001") as found:
+        assert list(found.verify()) == []
+    names = [Path(path).name for request, path in LOG if request == "get"]
+    assert sorted(names) == [".metadata", ".metadata", "__0_0.distcp", "manifest.json"]
+
+
+def test_a_load_makes_few_requests_before_it_reads_tensors(url: str) -> None:
+    """Each takes tens of milliseconds in a store that is far away. Those in one set are made at the same time."""
+    saved(url, 1, 2)
+    LOG.clear()
+    assert loaded(url) == 2
+    names = [(request, Path(path).name.partition("-")[0]) for request, path in LOG]
+    at = names.index(("get", "__0_0.distcp"))
+    assert [set(names[:2]), set(names[2:4]), set(names[4:5]), set(names[5:at])] == [
+        {("list", "run"), ("get", "newest.json")},
+        {("info", "manifest.json")},
+        {("put", ".reading")},
+        {("get", "manifest.json"), ("get", ".metadata"), ("list", "step")},
+    ]
+    assert names[at + 1 :] == [("delete", ".reading")]
+
+
+def test_a_large_object_is_read_in_ranges(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = nn.Linear(600, 600), nn.Linear(600, 600)
+    checkpoint.save(url, model, step=1)
+    monkeypatch.setattr(remote, "_OBJECT", 1 << 18)
+    LOG.clear()
+    checkpoint.load(url, other)
+    assert len([path for request, path in LOG if request == "get" and path.endswith(".distcp")]) == 3
+    assert torch.equal(model.weight, other.weight)

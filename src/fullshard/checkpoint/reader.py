@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import starmap
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -116,7 +117,7 @@ class Checkpoint:
 
     def _read_manifest(self, path: Path, whole: bool) -> None:
         files = self._files
-        if files.exists(MANIFEST) or number_of(path.name) or not files.exists(METADATA):
+        if number_of(path.name) or files.exists(MANIFEST) or not files.exists(METADATA):
             self.manifest = decode(files.read(MANIFEST), path / MANIFEST)
         else:
             self.manifest = dcp.read_metadata(files.read(METADATA), path / METADATA)
@@ -250,21 +251,22 @@ class Checkpoint:
             for number in range(len(kind.pieces)) if same < 0 else [same]:
                 piece = kind.piece(number, at)
                 reads.setdefault(piece.file, []).append((piece.start, name, into, (piece, offsets)))
-        try:
-            ahead = set[str]()
-            for number, file in enumerate(files := sorted(reads)):
+
+        def read_file(file: str) -> None:
+            runs = sorted(reads[file], key=operator.itemgetter(0))
+            _, name, _, _ = runs[0]
+            try:
                 reader = self._reader(file)
-                for each in files[number : number + reader.files_ahead]:
-                    if each not in ahead:
-                        self._reader(each).prefetch(self._range(*run) for run in reads[each])
-                        ahead.add(each)
-                for start, name, into, part in sorted(reads[file], key=operator.itemgetter(0)):
+                reader.prefetch(starmap(self._range, runs))
+                for start, name, into, part in runs:
                     if part is None:
                         reader.read_to(into, start)
                     else:
                         self._copy(*part, self.tensors.positions[name][0].dtype, into.detach())
-        except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"tensor '{name}': {error}") from error
+            except CorruptCheckpointError as error:
+                raise CorruptCheckpointError(f"tensor '{name}': {error}") from error
+
+        self._files.for_each(read_file, {file: self.manifest.files[file] for file in sorted(reads)})
         torch.autograd.graph.increment_version(written)
 
     def close(self) -> None:

@@ -20,8 +20,8 @@ import itertools
 import json
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import cache, cached_property
 
@@ -148,19 +148,23 @@ class ObjectPartial:
     def __init__(self, path: Location, step: int, lease: Lease | None = None) -> None:
         self.path, self.step = path, step
         self._store, self._lease = Store(path), lease
-        self._under_way: deque[Future[None]] = deque()
+        self._under_way = set[Future[None]]()
 
     def open(self, name: str) -> BlockWriter:
-        while len(self._under_way) >= _AT_A_TIME:
-            self._under_way.popleft().result()
         return _ObjectWriter(self.path / name, lambda data: self._put(name, data))
 
     def _put(self, name: str, data: bytearray) -> None:
-        self._under_way.append(_threads().submit(self._store.put, name, data))
+        while len(self._under_way) >= _AT_A_TIME:
+            self._wait(FIRST_COMPLETED)
+        self._under_way.add(_threads().submit(self._store.put, name, data))
 
     def flush(self) -> None:
-        while self._under_way:
-            self._under_way.popleft().result()
+        self._wait(ALL_COMPLETED)
+
+    def _wait(self, until: str) -> None:
+        done, self._under_way = wait(self._under_way, return_when=until)
+        for each in done:
+            each.result()
 
     def publish(self, manifest: bytes) -> str:
         if self._lease is None or not self._lease.is_held() or not self._store.create(MANIFEST, manifest):
@@ -184,15 +188,20 @@ class ObjectFiles:
 
     def __init__(self, path: Location) -> None:
         self.path, self._store = path, Store(path)
+        self._metadata: Future[bytes | None] | None = None
 
     def is_published(self) -> bool:
         """Whether it has a manifest, or is a checkpoint that DCP wrote."""
         return self.exists(MANIFEST) or (not number_of(self.path.name) and self.exists(METADATA))
 
     def pin(self, owner: object) -> Callable[[], object]:
+        unpin: Callable[[], object] = lambda: None  # noqa: E731
         with suppress(Exception):  # a store that cannot be written to
-            return weakref.finalize(owner, Lease.made(self._store, _READING).release)
-        return lambda: None
+            unpin = weakref.finalize(owner, Lease.made(self._store, _READING).release)
+        if number_of(self.path.name):  # what is read next, at the same time as the manifest
+            self._metadata = _threads().submit(self._store.get, METADATA)
+            _ = self._sizes
+        return unpin
 
     def exists(self, name: str) -> bool:
         return self._store.exists(name)
@@ -204,15 +213,28 @@ class ObjectFiles:
         return data
 
     @cached_property
-    def _sizes(self) -> dict[str, int]:
-        return self._store.sizes()
+    def _sizes(self) -> Future[dict[str, int]]:
+        return _threads().submit(self._store.sizes)
 
     def size(self, name: str, expected: int) -> int:
-        listed = self._sizes.get(name)
+        listed = self._sizes.result().get(name)
         return listed if listed == expected else self._store.size(name)  # a listing may be late
 
     def open(self, name: str, file: StoredFile) -> BlockReader:
-        return _ObjectReader(self, self._store, name, file)
+        reader = _ObjectReader(self, self._store, name, file)
+        if name == METADATA and self._metadata is not None:
+            reader.ahead.append((0, file.size, self._metadata))
+            self._metadata = None
+        return reader
+
+    def for_each(self, read: Callable[[str], object], files: Mapping[str, StoredFile]) -> None:
+        """Reads small files at the same time, each in its thread, which has no more than that file in memory. Of a
+        large one, ranges are read at the same time."""
+        large = [name for name, file in files.items() if file.size >= 2 * _OBJECT]
+        with ThreadPoolExecutor(_AT_A_TIME) as threads:
+            deque(threads.map(read, sorted(files.keys() - large)), maxlen=0)
+        for name in large:
+            read(name)
 
 
 class _ObjectWriter(BlockWriter):
@@ -244,17 +266,17 @@ class _ObjectReader(BlockReader):
 
     def __init__(self, files: ObjectFiles, store: Store, name: str, file: StoredFile) -> None:
         self._files, self._store, self._name = files, store, name
-        self.files_ahead = _AT_A_TIME if file.size < 2 * _OBJECT else 1
         self._ranges: deque[tuple[int, int]] = deque()  # first and last byte of what is read next
-        self._ahead: deque[tuple[int, int, Future[bytes | None]]] = deque()
+        self.ahead: deque[tuple[int, int, Future[bytes | None]]] = deque()
         super().__init__(files.path / name, *file)
 
     def _open(self, path: Location) -> int:
         return self._files.size(self._name, self.size)
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        if self.ahead:
+            return  # it is being read already
         blocks = sorted({block for start, end in ranges for block in range(start // BLOCK, -(-end // BLOCK))})
-        self._ranges.clear()
         for block in blocks:
             start, end = block * BLOCK, min((block + 1) * BLOCK, self.size)
             if self._ranges and self._ranges[-1][1] == start and end - self._ranges[-1][0] < 2 * _OBJECT:
@@ -263,19 +285,20 @@ class _ObjectReader(BlockReader):
         self._read_ahead()
 
     def _read_ahead(self) -> None:
-        while self._ranges and len(self._ahead) < _AT_A_TIME:
+        while self._ranges and len(self.ahead) < _AT_A_TIME:
             start, end = self._ranges.popleft()
-            self._ahead.append((start, end, _threads().submit(self._store.get, self._name, start, end)))
+            part = (start, end) if end - start < self.size else ()  # ranges cost some servers a copy
+            self.ahead.append((start, end, _threads().submit(self._store.get, self._name, *part)))
 
     def _fill(self, block: memoryview, start: int) -> int:
-        while self._ahead and self._ahead[0][1] <= start:
-            self._ahead.popleft()
+        while self.ahead and self.ahead[0][1] <= start:
+            self.ahead.popleft()
         self._read_ahead()
-        if self._ahead and self._ahead[0][0] <= start:
-            first, last, future = self._ahead[0]
+        if self.ahead and self.ahead[0][0] <= start:
+            first, last, future = self.ahead[0]
             data = future.result()
             if start + len(block) >= last:
-                self._ahead.popleft()
+                self.ahead.popleft()
         else:
             first, data = start, self._store.get(self._name, start, start + len(block))
         part = memoryview(data or b"")[start - first : start - first + len(block)]
@@ -283,9 +306,9 @@ class _ObjectReader(BlockReader):
         return len(part)
 
     def close(self) -> None:
-        for *_, future in self._ahead:
+        for *_, future in self.ahead:
             future.cancel()
-        self._ahead.clear()
+        self.ahead.clear()
         self._ranges.clear()
 
 

@@ -155,6 +155,7 @@ class Lease:
     def __init__(self, store: Store, name: str) -> None:
         self._store, self.name, self._first = store, name, name
         self._before = dict[str, bytes]()  # the leases whose successor it is
+        self._is_alone = False  # whether no other process can take it
         self._id, process = uuid.uuid4().hex, os.getpid()
         holder = {"host": host_id(), "process": process, "started": _started(process), "lease": self._id}
         self._data = json.dumps(holder).encode()
@@ -164,6 +165,7 @@ class Lease:
     def made(cls, store: Store, prefix: str) -> Lease:
         """Makes a lease whose name nobody else can have."""
         lease = cls(store, f"{prefix}{uuid.uuid4().hex}")
+        lease._is_alone = True
         lease._hold()
         store.put(lease.name, lease._data)
         return lease
@@ -225,7 +227,7 @@ class Lease:
     def release(self) -> None:
         """Deletes it. May be called again."""
         try:
-            if self.is_held():
+            if self._is_alone or self.is_held():
                 self._store.delete(self.names)
         finally:  # not before: other threads take it for the lease of a process that has ended
             self._held.pop(self._id, None)
