@@ -337,7 +337,7 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
 
 def _expect_same_cut(layout: Layout, kind: Kind, name: str, checkpoint: Checkpoint) -> None:
     """Raises an error if a tensor was saved in other parts than this rank's. Adafactor computes differently on them."""
-    if not {*layout.boxes} <= kind.boxes.keys():
+    if not {*layout.boxes} <= kind.parts():
         raise cut_differently(f"'{name}', state of Adafactor", checkpoint)
 
 
