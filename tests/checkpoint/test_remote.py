@@ -44,10 +44,10 @@ def saved(url: str, *steps: int, **options: Any) -> None:
         checkpoint.save(url, model_of(step), step=step, **options)
 
 
-def loaded(url: str) -> int | None:
+def loaded(url: str, **options: Any) -> int | None:
     """The step that is loaded; asserts that its values are those that were saved."""
     model = model_of(-1)
-    state = checkpoint.load(url, model)
+    state = checkpoint.load(url, model, **options)
     if state is None:
         return None
     expected = model_of(state["step"]).state_dict()
