@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fullshard import checkpoint
-from fullshard.checkpoint import Checkpoint, CheckpointError, remote, store
+from fullshard.checkpoint import Checkpoint, CheckpointError, LatestN, remote, store
 from fullshard.checkpoint.storage import located
 from fullshard.cli import main
 from fullshard.comm.local_ranks import host_id
@@ -352,6 +352,25 @@ def test_an_s3_server_keeps_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None
             assert torch.equal(found.tensor("model.0.weight"), model_of(3).state_dict()["0.weight"])
         assert main(["checkpoint", "verify", url]) == 0
         assert main(["checkpoint", "list", url]) == 0
+
+
+def test_a_policy_reads_the_older_checkpoints_at_the_same_time(url: str) -> None:
+    saved(url, 1, 2, 3)
+    together = threading.Barrier(3)  # broken if fewer are read at a time
+    left = [f"step-0000000{step}" for step in (1, 2, 3)]
+
+    def meet(request: str, path: str) -> None:
+        if request == "get" and path.endswith("manifest.json") and (name := Path(path).parent.name) in left:
+            left.remove(name)
+            together.wait(timeout=10)
+
+    HOOKS.append(meet)
+    try:
+        saved(url, 4, keep=[LatestN(4)])
+    finally:
+        HOOKS.clear()
+    assert (left, together.broken) == ([], False)
+    assert len(checkpoint.list_checkpoints(url)) == 4
 
 
 def test_a_check_reads_an_object_in_one_request(url: str) -> None:
