@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 from fullshard import checkpoint
-from fullshard.checkpoint import CheckpointError
+from fullshard.checkpoint import CheckpointError, remote
 from fullshard.checkpoint.compare import compare
+from fullshard.checkpoint.manifest import Kind
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
+from tests.checkpoint import stores  # noqa: F401  (makes faulty:// known)
 from tests.checkpoint.cases import CPU, quiet
 from tests.checkpoint.test_save import APIS, run
 from tests.harness import RankPool, World
@@ -195,3 +197,39 @@ def test_an_optimizer_goes_on_as_the_table_says(rank_pool: RankPool, tmp_path: P
     found = {api: resumed(rank_pool, tmp_path / api, api, name) for api in APIS}
     assert found["flat"] == found["fragments"]
     assert [found["fully_shard"], found["flat"]] == dict(rows())[name]
+
+
+def save_split(world: World, url: str, api: str) -> list[float]:
+    """Into a store whose objects are so small that each rank's part of a matrix is split into several."""
+    with pytest.MonkeyPatch.context() as patch, quiet():
+        patch.setattr(remote.ObjectPartial, "largest", 4096.0)
+        model, optimizer = prepared(api, "Adafactor", 0, range(2))
+        checkpoint.save(url, model, optimizer, step=2)
+        return train(model, optimizer, range(2, 5))
+
+
+def load_split(world: World, url: str, api: str) -> list[float] | str:
+    with quiet():
+        model, optimizer = prepared(api, "Adafactor", 3, range(7, 8))
+        try:
+            checkpoint.load(url, model, optimizer)
+        except CheckpointError as error:
+            return str(error)
+        return train(model, optimizer, range(2, 5))
+
+
+@pytest.mark.parametrize("api", WRAPPED)
+def test_adafactor_goes_on_from_parts_that_a_store_has_split(rank_pool: RankPool, tmp_path: Path, api: str) -> None:
+    url = f"faulty://{tmp_path}/run"
+    losses = run(rank_pool, save_split, 2, url, api)[0]
+    assert len([*tmp_path.glob("run/*/__0_*.distcp")]) > 4
+    assert run(rank_pool, load_split, 2, url, api)[0] == losses
+    for size in (1, 3):
+        assert "for different parts of parameters" in run(rank_pool, load_split, size, url, api)[0]
+
+
+def test_parts_that_are_the_halves_of_those_that_were_saved_are_different_parts() -> None:
+    """A store has split each rank's two rows into single rows, as four ranks would have them."""
+    pieces = [(f"__{row // 2}_{row}.distcp", 32, 0, (row, 0), (1, 8)) for row in range(4)]
+    kind = Kind(torch.float32, (4, 8), pieces, [[0]] * 4)
+    assert kind.parts() == {((0, 0), (2, 8)), ((2, 0), (2, 8))}

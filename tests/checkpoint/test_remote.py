@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fullshard import checkpoint
-from fullshard.checkpoint import Checkpoint, CheckpointError, remote, store
+from fullshard.checkpoint import Checkpoint, CheckpointError, LatestN, remote, store
 from fullshard.checkpoint.storage import located
 from fullshard.cli import main
 from fullshard.comm.local_ranks import host_id
@@ -44,10 +44,10 @@ def saved(url: str, *steps: int, **options: Any) -> None:
         checkpoint.save(url, model_of(step), step=step, **options)
 
 
-def loaded(url: str) -> int | None:
+def loaded(url: str, **options: Any) -> int | None:
     """The step that is loaded; asserts that its values are those that were saved."""
     model = model_of(-1)
-    state = checkpoint.load(url, model)
+    state = checkpoint.load(url, model, **options)
     if state is None:
         return None
     expected = model_of(state["step"]).state_dict()
@@ -101,7 +101,7 @@ def test_objects_are_read_several_at_a_time_and_not_kept(url: str, monkeypatch: 
             found.read((name, value.shape, (0,) * value.dim(), value) for name, value in named(model))
             readers = [each for each in found._readers.values() if isinstance(each, remote._ObjectReader)]
             assert len(readers) > 4
-            assert not any(each._ahead or each._ranges for each in readers)
+            assert not any(each.ahead or each._ranges for each in readers)
     finally:
         HOOKS.clear()
     assert (first, together.broken) == ([], False)
@@ -216,6 +216,52 @@ def test_leases_of_processes_that_ended_are_removed(url: str) -> None:
     assert not [name for name in objects(url) if "/.w" in name or "/.r" in name or "/.n" in name]
 
 
+@pytest.mark.parametrize("publishes", [False, True])
+def test_jobs_that_find_a_dead_lease_at_once_both_save(tmp_path: Path, publishes: bool) -> None:
+    """One removes what the dead one has left. Wherever it is in that, the other one may begin a save and write."""
+    at = 1
+    while _both_save(f"faulty://{tmp_path}/{at}", at, publishes):
+        at += 1
+    assert at > 20
+
+
+def _both_save(url: str, at: int, publishes: bool) -> bool:
+    """Begins another save before a request of the first one. Returns whether there was such a request."""
+    left = Path(located(url).path) / "step-00000001"
+    left.mkdir(parents=True)
+    (left / ".writing").write_text(json.dumps({"host": host_id(), "process": 1, "started": "1", "lease": "x"}))
+    (left / "__0_7.distcp").write_bytes(b"left")
+    count, others, names = 0, list[remote.ObjectPartial](), dict[str, bytes]()
+
+    def other_begins(*_: str) -> None:
+        nonlocal count
+        count += 1
+        if count == at:
+            HOOKS.clear()
+            others.append(begun(url, b"other"))
+            if publishes:
+                names[others[0].publish(b"other")] = b"other"
+
+    HOOKS.append(other_begins)
+    mine = begun(url, b"mine")
+    HOOKS.clear()
+    names[mine.publish(b"mine")] = b"mine"
+    if others and not publishes:
+        names[others[0].publish(b"other")] = b"other"
+    assert len(names) == 1 + len(others)
+    assert {name: (left.parent / name / "__0_0.distcp").read_bytes() for name in names} == names
+    written = [f"{name}/{each}" for name in names for each in ("__0_0.distcp", "manifest.json")]
+    assert objects(url) == ["newest.json", *sorted(written)]
+    return bool(others)
+
+
+def begun(url: str, data: bytes) -> remote.ObjectPartial:
+    """A save that has written one object."""
+    made = remote.ObjectStorage(located(url)).begin(1)
+    made._store.put("__0_0.distcp", data)
+    return made
+
+
 def test_a_flipped_bit_is_found(url: str) -> None:
     saved(url, 1, 2)
     file = Path(located(url).path) / "step-00000002" / "__0_0.distcp"
@@ -306,3 +352,57 @@ def test_an_s3_server_keeps_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None
             assert torch.equal(found.tensor("model.0.weight"), model_of(3).state_dict()["0.weight"])
         assert main(["checkpoint", "verify", url]) == 0
         assert main(["checkpoint", "list", url]) == 0
+
+
+def test_a_policy_reads_the_older_checkpoints_at_the_same_time(url: str) -> None:
+    saved(url, 1, 2, 3)
+    together = threading.Barrier(3)  # broken if fewer are read at a time
+    left = [f"step-0000000{step}" for step in (1, 2, 3)]
+
+    def meet(request: str, path: str) -> None:
+        if request == "get" and path.endswith("manifest.json") and (name := Path(path).parent.name) in left:
+            left.remove(name)
+            together.wait(timeout=10)
+
+    HOOKS.append(meet)
+    try:
+        saved(url, 4, keep=[LatestN(4)])
+    finally:
+        HOOKS.clear()
+    assert (left, together.broken) == ([], False)
+    assert len(checkpoint.list_checkpoints(url)) == 4
+
+
+def test_a_check_reads_an_object_in_one_request(url: str) -> None:
+    saved(url, 1)
+    LOG.clear()
+    with Checkpoint(f"{url}/step-00000001") as found:
+        assert list(found.verify()) == []
+    names = [Path(path).name for request, path in LOG if request == "get"]
+    assert sorted(names) == [".metadata", ".metadata", "__0_0.distcp", "manifest.json"]
+
+
+def test_a_load_makes_few_requests_before_it_reads_tensors(url: str) -> None:
+    """Each takes tens of milliseconds in a store that is far away. Those in one set are made at the same time."""
+    saved(url, 1, 2)
+    LOG.clear()
+    assert loaded(url) == 2
+    names = [(request, Path(path).name.partition("-")[0]) for request, path in LOG]
+    at = names.index(("get", "__0_0.distcp"))
+    assert [set(names[:2]), set(names[2:4]), set(names[4:5]), set(names[5:at])] == [
+        {("list", "run"), ("get", "newest.json")},
+        {("info", "manifest.json")},
+        {("put", ".reading")},
+        {("get", "manifest.json"), ("get", ".metadata"), ("list", "step")},
+    ]
+    assert names[at + 1 :] == [("delete", ".reading")]
+
+
+def test_a_large_object_is_read_in_ranges(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = nn.Linear(600, 600), nn.Linear(600, 600)
+    checkpoint.save(url, model, step=1)
+    monkeypatch.setattr(remote, "_OBJECT", 1 << 18)
+    LOG.clear()
+    checkpoint.load(url, other)
+    assert len([path for request, path in LOG if request == "get" and path.endswith(".distcp")]) == 5
+    assert torch.equal(model.weight, other.weight)

@@ -75,32 +75,69 @@ def test_a_lease_is_held_by_one(objects: Store) -> None:
     first = Lease.taken(objects, "lease")
     assert first is not None
     assert Lease.taken(objects, "lease") is None
-    assert not Lease(objects, "mine").is_over("lease")
+    assert not Lease.is_over(objects, "lease")
     first.release()
     first.release()
-    assert Lease(objects, "mine").is_over("lease")
+    assert Lease.is_over(objects, "lease")
     assert Lease.taken(objects, "lease") is not None
 
 
 def test_a_lease_ends_with_its_process(objects: Store) -> None:
-    mine = Lease(objects, "mine")
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     lease_of(objects, process=ended.pid, started="1")
-    assert mine.is_over("lease")
+    assert Lease.is_over(objects, "lease")
     lease_of(objects, process=1, started=store._started(1))
-    assert not mine.is_over("lease")
+    assert not Lease.is_over(objects, "lease")
     lease_of(objects, process=1, started="another one of this number")
-    assert mine.is_over("lease")
+    assert Lease.is_over(objects, "lease")
 
 
 def test_a_lease_of_another_host_ends_when_it_is_not_renewed(objects: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     lease_of(objects, host="another")
-    mine = Lease(objects, "mine")
-    assert not mine.is_over("lease")
+    assert not Lease.is_over(objects, "lease")
     monkeypatch.setattr(store, "_EXPIRY", -1.0)
-    assert mine.is_over("lease")
-    assert not objects.exists("mine")
+    assert Lease.is_over(objects, "lease")
+    assert objects.list() == ["lease"]
+
+
+def test_the_lease_of_a_process_that_ended_has_one_successor(objects: Store) -> None:
+    lease_of(objects, started="another one of this number")
+    assert Lease.taken(objects, "lease") is None
+    first = Lease.taken(objects, "lease", succeed=True)
+    assert first is not None
+    assert Lease.taken(objects, "lease", succeed=True) is None
+    Lease._held.pop(first._id)  # as if its process had ended, too
+    second = Lease.taken(objects, "lease", succeed=True)
+    assert second is not None
+    assert not first.is_held()
+    first.release()
+    assert sorted(objects.list()) == sorted(second.names)
+    second.release()
+    assert objects.list() == []
+
+
+def test_whoever_finds_a_dead_lease_late_leaves_the_next_one_alone(
+    objects: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it looked, another process took the place of the dead one, released it, and took the lease anew."""
+    lease_of(objects, started="another one of this number")
+    is_over, later = Lease.is_over, list[Lease | None]()
+
+    def slow(store: Store, name: str) -> bool:
+        found = is_over(store, name)
+        monkeypatch.setattr(Lease, "is_over", is_over)
+        other = Lease.taken(objects, "lease", succeed=True)
+        assert other is not None
+        other.release()
+        later.append(Lease.taken(objects, "lease"))
+        return found
+
+    monkeypatch.setattr(Lease, "is_over", slow)
+    assert Lease.taken(objects, "lease", succeed=True) is None
+    assert later[0] is not None
+    assert later[0].is_held()
+    assert objects.list() == ["lease"]
 
 
 def test_a_lease_is_renewed(objects: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,25 @@ def test_what_cannot_step_on_local_tensors_is_refused(world: World) -> None:
 
 
 @ranks(2)
+def test_adafactor_is_refused_by_name_before_it_steps_on_a_sharded_matrix(world: World) -> None:
+    model = sharded()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    before = [param.to_local().clone() for param in model.parameters()]
+    model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^Adafactor cannot step on 'crossed', which fully_shard .*such as AdamW"):
+        optimizer.step()
+    assert all(torch.equal(param.to_local(), value) for param, value in zip(model.parameters(), before, strict=True))
+    assert not optimizer.state
+    vectors = [param for param in model.parameters() if param.dim() < 2]
+    torch.optim.Adafactor(vectors).step()
+    assert any(
+        not torch.equal(param.to_local(), value)
+        for param, value in zip(model.parameters(), before, strict=True)
+        if param.dim() < 2
+    )
+
+
+@ranks(2)
 def test_offloaded_state_is_on_the_device_in_a_step_and_on_the_cpu_after_it(world: World) -> None:
     """cpu:0 stands for the CPU here, and cpu for the device."""
     model, home = sharded(), torch.device("cpu", 0)

@@ -227,7 +227,6 @@ class BlockReader:
     if the file is missing or does not have ``size`` bytes, or if a checksum is wrong."""
 
     _file = -1
-    files_ahead = 0  # how many files to prefetch at a time, this one among them
 
     def __init__(self, path: Path, size: int, checksums: Sequence[str] | None) -> None:
         self.path, self.size, self._checksums = path, size, checksums
@@ -275,6 +274,7 @@ class BlockReader:
         """Reads the whole file, and yields the first and last byte of each block with a wrong checksum. Calls
         ``report`` with the size of each block that was read."""
         scratch = memoryview(bytearray(min(BLOCK, self.size)))
+        self.prefetch([(0, self.size)])
         for start in range(0, self.size, BLOCK):
             try:
                 self._read(start // BLOCK, scratch[: self.size - start])

@@ -301,7 +301,7 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
                     elif key not in state:
                         kind, _ = checkpoint.tensors.positions[name]
                         is_part = kind.shape == layout.shape and (kind.shape or key != "step")
-                        if type(optimizer).__name__ == "Adafactor" and is_part and not {*layout.boxes} <= {*kind.boxes}:
+                        if type(optimizer).__name__ == "Adafactor" and is_part and not {*layout.boxes} <= kind.parts():
                             # it computes differently on other parts
                             raise cut_differently(f"'{name}', state of Adafactor", checkpoint)
                         shape = tuple(param.shape) if is_part else kind.shape

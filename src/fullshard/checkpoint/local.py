@@ -18,7 +18,7 @@ import socket
 import stat
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from fullshard.checkpoint.blocks import (
@@ -220,3 +220,7 @@ class LocalFiles:
 
     def open(self, name: str, file: StoredFile) -> BlockReader:
         return BlockReader(self.path / name, *file)
+
+    def for_each(self, read: Callable[[str], object], files: Iterable[str]) -> None:
+        for name in files:
+            read(name)

@@ -76,6 +76,16 @@ class Kind:
     def __post_init__(self) -> None:
         self.boxes = {piece[3:]: number for number, piece in enumerate(self.pieces)}
 
+    def parts(self) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The parts that ranks had. One that a rank has split along the first dim, for a store, is one part."""
+        if not self.shape:
+            return {*self.boxes}
+        begins: dict[Any, int] = {}  # where a part begins, by its writer, its other dims, and its end
+        for file, _, _, (at, *offsets), (size, *sizes) in sorted(self.pieces, key=operator.itemgetter(3)):
+            where = file.rpartition("_")[0], tuple(offsets), tuple(sizes)
+            begins[*where, at + size] = begins.pop((*where, at), at)
+        return {((at, *offsets), (end - at, *sizes)) for (_, offsets, sizes, end), at in begins.items()}
+
     def piece(self, number: int, at: int) -> Piece:
         """A piece of one of the tensors."""
         (file, length, head, offsets, sizes), start = self.pieces[number], self.starts[number][at]

@@ -110,7 +110,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self._unpin = self._files.pin(self)
         try:
             files, of_dcp = self._files, self.path / METADATA
-            if files.exists(MANIFEST) or number_of(self.path.name) or not files.exists(METADATA):
+            if number_of(self.path.name) or files.exists(MANIFEST) or not files.exists(METADATA):
                 self.manifest = decode(files.read(MANIFEST), self.path / MANIFEST)
             else:
                 self.manifest = dcp.read_metadata(files.read(METADATA), of_dcp)
@@ -247,23 +247,22 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             for number in range(len(kind.pieces)) if same < 0 else [same]:
                 if part := _Part.of(piece := kind.piece(number, at), kind.dtype, offsets, into.detach()):
                     reads.setdefault(piece.file, []).append((part.start, name, part.into, part))
-        try:
-            ahead = set[str]()
-            for number, file in enumerate(files := sorted(reads)):
+
+        def read_file(file: str) -> None:
+            runs = sorted(reads[file], key=operator.itemgetter(0))
+            _, name, _, _ = runs[0]
+            try:
                 reader = self._reader(file)
-                for each in files[number : number + reader.files_ahead]:
-                    if each not in ahead:
-                        self._reader(each).prefetch(
-                            (start, part.stop if part else start + into.nbytes) for start, _, into, part in reads[each]
-                        )
-                        ahead.add(each)
-                for start, name, into, part in sorted(reads[file], key=operator.itemgetter(0)):  # noqa: B007
+                reader.prefetch((start, part.stop if part else start + into.nbytes) for start, _, into, part in runs)
+                for start, name, into, part in runs:  # noqa: B007 - for the error
                     if part is None:
                         reader.read_to(into, start)
                     else:
                         self._copy(part)
-        except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"tensor '{name}': {error}") from error
+            except CorruptCheckpointError as error:
+                raise CorruptCheckpointError(f"tensor '{name}': {error}") from error
+
+        self._files.for_each(read_file, {file: self.manifest.files[file] for file in sorted(reads)})
         torch.autograd.graph.increment_version(written)
 
     def close(self) -> None:

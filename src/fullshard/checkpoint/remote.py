@@ -18,21 +18,20 @@ from __future__ import annotations
 import builtins
 import itertools
 import json
-import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import cache, cached_property
 
 from fullshard.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, CheckpointError, CorruptCheckpointError
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Location, StoredFile, name_of, number_of
-from fullshard.checkpoint.store import Lease, Store
+from fullshard.checkpoint.store import NOW, Lease, Store
 
 #: The most bytes of an object, or of a range that is read at once. How many of them travel at a time.
 _OBJECT, _AT_A_TIME = 32 << 20, 8
-_WRITING, _READING, _NOW, _NEWEST = ".writing", ".reading-", ".now-", "newest.json"
+_WRITING, _READING, _NEWEST = ".writing", ".reading-", "newest.json"
 
 
 @cache
@@ -50,19 +49,23 @@ class ObjectStorage:
 
     def list(self) -> list[Location]:
         if number_of(self.directory.name):
-            return [self.directory] if ObjectFiles(self.directory).is_published() else []
+            return self._those([self.directory])
+        noted = _threads().submit(self._store.get, _NEWEST)
         names = {name for name in self._store.list() if number_of(name)}
         with suppress(ValueError, TypeError, KeyError):
-            newest = json.loads(self._store.get(_NEWEST) or b"")["newest"]
+            newest = json.loads(noted.result() or b"")["newest"]
             names |= {newest} if number_of(newest) else set()
-        paths = [self.directory / name for name in sorted(names, key=lambda name: number_of(name) or (), reverse=True)]
-        if not paths and ObjectFiles(self.directory).is_published():
-            return [self.directory]
-        return [path for path in paths if ObjectFiles(path).is_published()]
+        ordered = sorted(names, key=lambda name: number_of(name) or (), reverse=True)
+        return self._those([self.directory / name for name in ordered] or [self.directory])
 
     def unfinished(self) -> builtins.list[Location]:
-        paths = [self.directory / name for name in sorted(filter(number_of, self._store.list()))]
-        return [path for path in paths if not ObjectFiles(path).is_published()]
+        names = sorted(filter(number_of, self._store.list()))
+        return self._those([self.directory / name for name in names], published=False)
+
+    def _those(self, paths: builtins.list[Location], published: bool = True) -> builtins.list[Location]:
+        """Those that are published, or those that are not."""
+        found = _threads().map(lambda path: ObjectFiles(path).is_published(), paths)
+        return [path for path, is_published in zip(paths, found, strict=True) if is_published == published]
 
     def begin(self, step: int | None) -> ObjectPartial:
         self._remove_leftovers()
@@ -82,32 +85,40 @@ class ObjectStorage:
 
     def remove(self, path: Location) -> bool:
         store = Store(path)
-        manifest = {name: store.get(name) for name in (MANIFEST, METADATA)}
-        if self._is_pinned(store):
+        lease = Lease.taken(store, _WRITING, succeed=True)  # so that no save begins here now
+        if lease is None:
             return False
-        store.delete(manifest)
-        if self._is_pinned(store):  # a reader may have come in between
-            for name, data in reversed(manifest.items()):
-                if data is not None:
-                    store.put(name, data)
-            return False
-        _delete_all(store)
-        return True
-
-    def _is_pinned(self, store: Store) -> bool:
-        return any(not _is_over(store, name) for name in store.list() if name.startswith(_READING))
+        try:
+            names = MANIFEST, METADATA
+            data = [*_threads().map(store.get, names)]
+            if _is_pinned(store, store.list()):
+                return False
+            store.delete(names)
+            objects = store.sizes()
+            if _is_pinned(store, objects):  # a reader may have come in between
+                for name, each in zip(reversed(names), reversed(data), strict=True):
+                    if each is not None:
+                        store.put(name, each)
+                return False
+            _delete_all(store, objects, lease)
+            return True
+        finally:
+            lease.release()
 
     def _remove_leftovers(self) -> None:
         """Removes what saves, removals and readers have left that were interrupted."""
-        for name in filter(number_of, self._store.list()):
-            store = Store(self.directory / name)
-            leases = [each for each in store.list() if each.startswith((_WRITING, _READING, _NOW))]
-            store.delete([each for each in leases if _is_over(store, each)])
-            # In this order: a save publishes first, and then releases its lease.
-            if store.exists(_WRITING) or ObjectFiles(self.directory / name).is_published():
+        names = [*filter(number_of, self._store.list())]
+        stores = [Store(self.directory / name) for name in names]
+        for name, store, found in zip(names, stores, _threads().map(Store.list, stores), strict=True):
+            leases = [each for each in found if each.startswith((_READING, NOW))]
+            store.delete([each for each in leases if Lease.is_over(store, each)])
+            if MANIFEST in found and not any(each.startswith(_WRITING) for each in found):
                 continue
-            if lease := Lease.taken(store, _WRITING):  # so that no save begins here now
-                _delete_all(store)
+            if lease := Lease.taken(store, _WRITING, succeed=True):
+                # In this order: a save publishes first, and then releases its lease.
+                is_published = ObjectFiles(self.directory / name).is_published()
+                left = [each for each in found if each.startswith(_WRITING)] if is_published else store.sizes()
+                _delete_all(store, left, lease)
                 lease.release()
 
     def files(self, path: Location) -> ObjectFiles:
@@ -120,14 +131,13 @@ class ObjectStorage:
         self._store.put(name, text.encode())
 
 
-def _is_over(store: Store, name: str) -> bool:
-    """Whether nobody holds a lease of this name any more."""
-    return Lease(store, f"{_NOW}{uuid.uuid4().hex[:8]}").is_over(name)
+def _is_pinned(store: Store, names: Iterable[str]) -> bool:
+    return any(not Lease.is_over(store, name) for name in names if name.startswith(_READING))
 
 
-def _delete_all(store: Store) -> None:
-    """Deletes all objects but the lease of the save, under whose protection this is done."""
-    deque(_threads().map(lambda name: store.delete([name]), store.sizes().keys() - {_WRITING}), maxlen=0)
+def _delete_all(store: Store, names: Iterable[str], lease: Lease) -> None:
+    """Deletes objects, but not the lease under whose protection this is done."""
+    deque(_threads().map(lambda name: store.delete([name]), set(names).difference(lease.names)), maxlen=0)
 
 
 class ObjectPartial:
@@ -138,27 +148,27 @@ class ObjectPartial:
     def __init__(self, path: Location, step: int, lease: Lease | None = None) -> None:
         self.path, self.step = path, step
         self._store, self._lease = Store(path), lease
-        self._under_way: deque[tuple[int, Future[None]]] = deque()  # with the size of each object
+        self._under_way: dict[Future[None], int] = {}  # with the size of each object
 
     @property
     def unsent(self) -> int:
-        return sum(size for size, put in self._under_way.copy() if not put.done())
+        return sum(size for put, size in self._under_way.copy().items() if not put.done())
 
     def open(self, name: str) -> BlockWriter:
-        while len(self._under_way) >= _AT_A_TIME:
-            self._wait_for_oldest()
         return _ObjectWriter(self.path / name, lambda data: self._put(name, data))
 
     def _put(self, name: str, data: bytearray) -> None:
-        self._under_way.append((len(data), _threads().submit(self._store.put, name, data)))
-
-    def _wait_for_oldest(self) -> None:
-        self._under_way[0][1].result()
-        self._under_way.popleft()  # until now it counts as unsent
+        while len(self._under_way) >= _AT_A_TIME:
+            self._wait(FIRST_COMPLETED)
+        self._under_way[_threads().submit(self._store.put, name, data)] = len(data)
 
     def flush(self) -> None:
-        while self._under_way:
-            self._wait_for_oldest()
+        self._wait(ALL_COMPLETED)
+
+    def _wait(self, until: str) -> None:
+        for each in wait(self._under_way, return_when=until).done:
+            each.result()
+            del self._under_way[each]  # until now it counts as unsent
 
     def publish(self, manifest: bytes) -> str:
         if self._lease is None or not self._lease.is_held() or not self._store.create(MANIFEST, manifest):
@@ -169,11 +179,11 @@ class ObjectPartial:
         return str(self.path.name)
 
     def discard(self) -> None:
-        for _, each in self._under_way:
+        for each in self._under_way:
             each.cancel()
         with suppress(CheckpointError):  # then the next save removes the rest
             if self._lease is not None and self._lease.is_held():
-                _delete_all(self._store)
+                _delete_all(self._store, self._store.sizes(), self._lease)
                 self._lease.release()
 
 
@@ -182,16 +192,20 @@ class ObjectFiles:
 
     def __init__(self, path: Location) -> None:
         self.path, self._store = path, Store(path)
+        self._metadata: Future[bytes | None] | None = None
 
     def is_published(self) -> bool:
         """Whether it has a manifest, or is a checkpoint that DCP wrote."""
         return self.exists(MANIFEST) or (not number_of(self.path.name) and self.exists(METADATA))
 
     def pin(self, owner: object) -> Callable[[], object]:
+        unpin: Callable[[], object] = lambda: None  # noqa: E731
         with suppress(Exception):  # a store that cannot be written to
-            if lease := Lease.taken(self._store, f"{_READING}{uuid.uuid4().hex}"):
-                return weakref.finalize(owner, lease.release)
-        return lambda: None
+            unpin = weakref.finalize(owner, Lease.made(self._store, _READING).release)
+        if number_of(self.path.name):  # what is read next, at the same time as the manifest
+            self._metadata = _threads().submit(self._store.get, METADATA)
+            _ = self._sizes
+        return unpin
 
     def exists(self, name: str) -> bool:
         return self._store.exists(name)
@@ -203,15 +217,28 @@ class ObjectFiles:
         return data
 
     @cached_property
-    def _sizes(self) -> dict[str, int]:
-        return self._store.sizes()
+    def _sizes(self) -> Future[dict[str, int]]:
+        return _threads().submit(self._store.sizes)
 
     def size(self, name: str, expected: int) -> int:
-        listed = self._sizes.get(name)
+        listed = self._sizes.result().get(name)
         return listed if listed == expected else self._store.size(name)  # a listing may be late
 
     def open(self, name: str, file: StoredFile) -> BlockReader:
-        return _ObjectReader(self, self._store, name, file)
+        reader = _ObjectReader(self, self._store, name, file)
+        if name == METADATA and self._metadata is not None:
+            reader.ahead.append((0, file.size, self._metadata))
+            self._metadata = None
+        return reader
+
+    def for_each(self, read: Callable[[str], object], files: Mapping[str, StoredFile]) -> None:
+        """Reads small files at the same time, each in its thread, which has no more than that file in memory. Of a
+        large one, ranges are read at the same time."""
+        large = [name for name, file in files.items() if file.size >= 2 * _OBJECT]
+        with ThreadPoolExecutor(_AT_A_TIME) as threads:
+            deque(threads.map(read, sorted(files.keys() - large)), maxlen=0)
+        for name in large:
+            read(name)
 
 
 class _ObjectWriter(BlockWriter):
@@ -243,17 +270,17 @@ class _ObjectReader(BlockReader):
 
     def __init__(self, files: ObjectFiles, store: Store, name: str, file: StoredFile) -> None:
         self._files, self._store, self._name = files, store, name
-        self.files_ahead = _AT_A_TIME if file.size < 2 * _OBJECT else 1
         self._ranges: deque[tuple[int, int]] = deque()  # first and last byte of what is read next
-        self._ahead: deque[tuple[int, int, Future[bytes | None]]] = deque()
+        self.ahead: deque[tuple[int, int, Future[bytes | None]]] = deque()
         super().__init__(files.path / name, *file)
 
     def _open(self, path: Location) -> int:
         return self._files.size(self._name, self.size)
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        if self.ahead:
+            return  # it is being read already
         blocks = sorted({block for start, end in ranges for block in range(start // BLOCK, -(-end // BLOCK))})
-        self._ranges.clear()
         for block in blocks:
             start, end = block * BLOCK, min((block + 1) * BLOCK, self.size)
             if self._ranges and self._ranges[-1][1] == start and end - self._ranges[-1][0] < 2 * _OBJECT:
@@ -262,19 +289,20 @@ class _ObjectReader(BlockReader):
         self._read_ahead()
 
     def _read_ahead(self) -> None:
-        while self._ranges and len(self._ahead) < _AT_A_TIME:
+        while self._ranges and len(self.ahead) < _AT_A_TIME:
             start, end = self._ranges.popleft()
-            self._ahead.append((start, end, _threads().submit(self._store.get, self._name, start, end)))
+            part = (start, end) if end - start < self.size else ()  # ranges cost some servers a copy
+            self.ahead.append((start, end, _threads().submit(self._store.get, self._name, *part)))
 
     def _fill(self, block: memoryview, start: int) -> int:
-        while self._ahead and self._ahead[0][1] <= start:
-            self._ahead.popleft()
+        while self.ahead and self.ahead[0][1] <= start:
+            self.ahead.popleft()
         self._read_ahead()
-        if self._ahead and self._ahead[0][0] <= start:
-            first, last, future = self._ahead[0]
+        if self.ahead and self.ahead[0][0] <= start:
+            first, last, future = self.ahead[0]
             data = future.result()
             if start + len(block) >= last:
-                self._ahead.popleft()
+                self.ahead.popleft()
         else:
             first, data = start, self._store.get(self._name, start, start + len(block))
         part = memoryview(data or b"")[start - first : start - first + len(block)]
@@ -282,9 +310,9 @@ class _ObjectReader(BlockReader):
         return len(part)
 
     def close(self) -> None:
-        for *_, future in self._ahead:
+        for *_, future in self.ahead:
             future.cancel()
-        self._ahead.clear()
+        self.ahead.clear()
         self._ranges.clear()
 
 

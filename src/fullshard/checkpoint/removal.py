@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError
@@ -58,10 +59,15 @@ def reasons_to_stay(
 
     The result lacks checkpoints that are not whole; with ``whole=False``, only those whose manifest cannot be read.
     """
-    found = dict[Location, CheckpointInfo]()
-    for path in paths:
+
+    def described(path: Location) -> CheckpointInfo | None:
         with suppress(CorruptCheckpointError), Checkpoint(path, whole=whole) as saved:
-            found[path] = CheckpointInfo(saved.manifest.step, saved.manifest.time, saved.manifest.metrics)
+            return CheckpointInfo(saved.manifest.step, saved.manifest.time, saved.manifest.metrics)
+        return None
+
+    with ThreadPoolExecutor(8) as threads:  # each waits for several answers of a store
+        infos = zip(paths, threads.map(described, paths), strict=True)
+        found = {path: info for path, info in infos if info is not None}
     reasons = {path: [] if number else ["newest"] for number, path in enumerate(found)}
     for policy in keep:
         stay = [*policy.should_preserve([*found.values()])]

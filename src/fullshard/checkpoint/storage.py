@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -90,6 +90,9 @@ class Files(Protocol):
 
     def open(self, name: str, file: StoredFile) -> BlockReader:
         """Opens a file, to read parts of it."""
+
+    def for_each(self, read: Callable[[str], object], files: Mapping[str, StoredFile]) -> None:
+        """Calls a function for the name of each file: in threads, several at a time, where that is faster."""
 
 
 class Storage(Protocol):

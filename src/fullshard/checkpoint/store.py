@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from fullshard.checkpoint.blocks import CheckpointError
+from fullshard.checkpoint.blocks import CheckpointError, checksum
 from fullshard.comm.local_ranks import host_id
 
 _Result = TypeVar("_Result")
@@ -28,6 +28,8 @@ _Result = TypeVar("_Result")
 PAUSES = (0.1, 0.3, 1.0, 3.0, 10.0)
 #: Seconds between two renewals of a lease, and seconds without one after which it has expired.
 _RENEWAL, _EXPIRY = 30.0, 300.0
+#: How the names of objects begin that are made to read the store's clock.
+NOW = ".now-"
 #: Errors that another attempt would not change.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
@@ -91,7 +93,6 @@ class Store:
         return {name: int(each["size"] or 0) for name, each in found.items()}
 
     def _listed(self, request: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-        self._fs.invalidate_cache()
         try:
             found = self._repeat("", request)
         except FileNotFoundError:
@@ -122,6 +123,7 @@ class Store:
         path = self._path(name)
         for pause in (*PAUSES, None):
             try:
+                self._fs.invalidate_cache()  # other processes change what libraries remember of listings
                 return request(path)
             except (*_FINAL, NotImplementedError):
                 raise
@@ -138,32 +140,58 @@ class Store:
 class Lease:
     """An object by which this process holds others. It is renewed in the background until it is released.
 
+    The lease of a process that has ended is not deleted to take its place: two processes might do so at once, and the
+    slower one would delete the lease of the faster one. It gets a *successor*, an object whose name is made from it, so
+    that one process can create it. Who releases that, deletes both, the first one first.
+
     Args:
         store: where it is.
         name: its name.
     """
 
-    _held: ClassVar[weakref.WeakSet[Lease]] = weakref.WeakSet()
+    _held: ClassVar[weakref.WeakValueDictionary[str, Lease]] = weakref.WeakValueDictionary()
     _renewing: threading.Thread | None = None
 
     def __init__(self, store: Store, name: str) -> None:
-        self._store, self.name = store, name
+        self._store, self.name, self._first = store, name, name
+        self._before = dict[str, bytes]()  # the leases whose successor it is
+        self._is_alone = False  # whether no other process can take it
         self._id, process = uuid.uuid4().hex, os.getpid()
         holder = {"host": host_id(), "process": process, "started": _started(process), "lease": self._id}
         self._data = json.dumps(holder).encode()
         self._renewed = time.monotonic()
 
     @classmethod
-    def taken(cls, store: Store, name: str) -> Lease | None:
-        """Takes a lease; ``None`` if there is one of this name."""
-        lease = cls(store, name)
-        if not store.create(name, lease._data):
-            return None
-        cls._held.add(lease)
-        if cls._renewing is None or not cls._renewing.is_alive():
-            cls._renewing = threading.Thread(target=cls._renew, name="fullshard-leases", daemon=True)
-            cls._renewing.start()
+    def made(cls, store: Store, prefix: str) -> Lease:
+        """Makes a lease whose name nobody else can have."""
+        lease = cls(store, f"{prefix}{uuid.uuid4().hex}")
+        lease._is_alone = True
+        lease._hold()
+        store.put(lease.name, lease._data)
         return lease
+
+    @classmethod
+    def taken(cls, store: Store, name: str, *, succeed: bool = False) -> Lease | None:
+        """Takes a lease; ``None`` if there is one of this name. With ``succeed``, it may be the successor of leases
+        whose processes have ended."""
+        lease = cls(store, name)
+        lease._hold()
+        while not store.create(lease.name, lease._data):
+            data = store.get(lease.name)
+            if data is None or not succeed or not cls.is_over(store, lease.name):
+                return None
+            lease._before[lease.name] = data
+            lease.name = lease._successor(data)
+        if any(store.get(each) != data for each, data in lease._before.items()):  # another successor released them
+            store.delete([lease.name])
+            return None
+        return lease
+
+    def _hold(self) -> None:
+        self._held[self._id] = self
+        if self._renewing is None or not self._renewing.is_alive():
+            Lease._renewing = threading.Thread(target=self._renew, name="fullshard-leases", daemon=True)
+            Lease._renewing.start()
 
     @classmethod
     def _renew(cls) -> None:
@@ -173,42 +201,56 @@ class Lease:
 
     @classmethod
     def _renew_once(cls) -> None:
-        for lease in [*cls._held]:
-            if time.monotonic() - lease._renewed >= _RENEWAL and lease in cls._held:
+        for reference in cls._held.valuerefs():
+            lease = reference()
+            if lease is not None and time.monotonic() - lease._renewed >= _RENEWAL:
                 with contextlib.suppress(CheckpointError):
                     if lease.is_held():
                         lease._store.put(lease.name, lease._data)
                         lease._renewed = time.monotonic()
 
+    def _successor(self, data: bytes) -> str:
+        """The name of the successor of a lease with these bytes."""
+        return f"{self._first}-{checksum(data)}"
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its objects, in the order in which they are deleted."""
+        return [*self._before, self.name]
+
     def is_held(self) -> bool:
         """Whether it was not released, and did not expire and was taken by another process, as when this one was
         suspended for long."""
-        return self in self._held and self._store.get(self.name) == self._data
+        is_there = self._id in self._held and self._store.get(self.name) == self._data
+        return is_there and not self._store.exists(self._successor(self._data))
 
     def release(self) -> None:
         """Deletes it. May be called again."""
-        held = self.is_held()
-        self._held.discard(self)
-        if held:
-            self._store.delete([self.name])
+        try:
+            if self._is_alone or self.is_held():
+                self._store.delete(self.names)
+        finally:  # not before: other threads take it for the lease of a process that has ended
+            self._held.pop(self._id, None)
 
-    def is_over(self, name: str) -> bool:
-        """Whether the holder of another lease has ended, or has not renewed it for long."""
-        data = self._store.get(name)
+    @classmethod
+    def is_over(cls, store: Store, name: str) -> bool:
+        """Whether the holder of a lease has ended, or has not renewed it for long."""
+        data = store.get(name)
         if data is None:
             return True
         with contextlib.suppress(ValueError, TypeError, KeyError):
             holder = json.loads(data)
             if holder["host"] == host_id():
                 if holder["process"] == os.getpid():
-                    return all(holder["lease"] != lease._id for lease in self._held)
+                    return holder["lease"] not in cls._held
                 if holder["started"]:
                     return _started(int(holder["process"])) != str(holder["started"])
-        self._store.put(self.name, self._data)  # so that it has the store's time of now
+        now = cls(store, f"{NOW}{uuid.uuid4().hex}")  # an object with the store's time of now
+        store.put(now.name, now._data)
         try:
-            return self._store.age(name, self.name) > _EXPIRY
+            return store.age(name, now.name) > _EXPIRY
         finally:
-            self._store.delete([self.name])
+            store.delete([now.name])
 
 
 def _started(process: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard.device import CPU, streams_of
@@ -85,12 +85,26 @@ def _groups_of(optimizer: Optimizer) -> list[GroupContext]:
                     f"that is trained. Build the optimizer after sharding, from model.parameters(), and call "
                     f"model.reshard() first if a forward was run before"
                 )
+        if isinstance(optimizer, Adafactor):
+            _refuse_matrices(optimizer)
         if isinstance(optimizer, LBFGS) or type(optimizer).__name__ == "Adafactor":
             _warn_of_parts(optimizer, groups.values())
         known = _found[optimizer] = ids, [weakref.ref(group) for group in groups.values()]
         for problem, advice in strangers_of(strangers) if strangers else ():
             warn(f"{problem}. {advice}")
     return [alive for reference in known[1] if (alive := reference()) is not None]
+
+
+def _refuse_matrices(optimizer: Adafactor) -> None:
+    """Raise an error if Adafactor has a matrix that is a DTensor: it sums rows and columns in place."""
+    for param in (param for options in optimizer.param_groups for param in options["params"]):
+        if isinstance(param, DTensor) and param.dim() > 1 and (owner := owner_of(param)):
+            group, index = owner
+            raise RuntimeError(
+                f"{type(optimizer).__name__} cannot step on '{group.params[index].name}', which fully_shard has cut: "
+                f"it sums over whole rows and columns. Use an optimizer that computes element by element, such as "
+                f"AdamW, or torch.optim.Muon for matrices"
+            )
 
 
 def _warn_of_parts(optimizer: Optimizer, groups: Iterable[GroupContext]) -> None:
