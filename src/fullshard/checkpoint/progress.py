@@ -35,6 +35,7 @@ class Progress:
         self._written, self._began, self._notes = 0, time.monotonic(), 0
 
     def __enter__(self) -> None:
+        self._also = ON_WRITTEN.get()
         self._token = ON_WRITTEN.set(self._count)
         Progress._now = self
         if self._thread is None or not self._thread.is_alive():
@@ -47,6 +48,7 @@ class Progress:
 
     def _count(self, nbytes: int) -> None:
         self._written += nbytes
+        self._also(nbytes)
 
     @classmethod
     def _run(cls) -> None:
