@@ -150,7 +150,7 @@ class ParamGroup(GroupContext):
 
     def reshard_after_backward(self) -> None:
         """Bring the parameters to the placement that they have after a backward."""
-        if self.options.strategy.after_backward is Placement.SHARDED:
+        if self.options.strategy.reshards:
             self.reshard()
 
     def leave_unsharded(self) -> None:
