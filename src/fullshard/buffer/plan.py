@@ -226,6 +226,13 @@ class Plan:
         edges = zip([0, *ends], [*self.full_offsets, self.full_numel], strict=True)
         return [(end, start) for end, start in edges if end < start]
 
+    def over(self, ranks: int) -> Plan:
+        """The same parameters where they lie, each as a vector, cut by *even* over another number of ranks."""
+        params = tuple(ParamShape(param.name, (param.numel,)) for param in self.params)
+        least = self.least_zero_copy // self.world_size * ranks
+        plan = replace(self, params=params, world_size=ranks, layout="even", least_zero_copy=least, zero_copy=())
+        return _cut(replace(plan, is_messages=False))
+
     def select(self, indices: Iterable[int]) -> Plan:
         """The plan of some of the parameters: cut as here, at the same place in the full buffer, in another shard. Of
         *flat* it is the plan itself, which cannot leave any out."""

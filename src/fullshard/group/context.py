@@ -123,6 +123,12 @@ class GroupContext:
         return policy if dtype is None else replace(policy, param_dtype=dtype)
 
     @property
+    def sums_replicas(self) -> bool:
+        """Whether replicas that have all parameters add up their gradients before these are anywhere else."""
+        alone = self.data.shard_group is None and self.data.replicate_group is not None
+        return alone and self.options.strategy.all_reduces and self.options.all_reduce is None
+
+    @property
     def offloads_state(self) -> bool:
         """Whether the state of optimizers, and no parameters, is copied to the CPU after each step."""
         offload = self.options.offload

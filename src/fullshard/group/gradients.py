@@ -263,7 +263,7 @@ class Gradients:
         fulls = self._fulls = full_views(self._buffer.memory, self._sections, dtypes)
         make = MessageViews if self._sections and self._sections[0].plan.is_messages else WholeViews
         views = self._views = make(group.params, self._sections, fulls)
-        self._plans: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
+        self._plans: dict[tuple[frozenset[int], bool, bool], ReductionPlan] = {}
         self._gaps: list[torch.Tensor] = []  # parts that travel although no gradient fills them
         if group.is_flat:
             self._gaps += [view for index, view in views.views.items() if not trainable[index]]
@@ -313,8 +313,9 @@ class Gradients:
                 self._views.zero(index)
         for gap in self._gaps:
             gap.zero_()
-        is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
-        plan = self._plans.get((wanted, is_final)) or self._plan_reduction(wanted, is_final)
+        sums = group.sums_replicas and not self._partial
+        is_final = (sums or group.data.replicate_group is None) and group.options.all_reduce_hook is None
+        plan = self._plans.get((wanted, is_final, sums)) or self._plan_reduction(wanted, is_final, sums)
         reductions, lane = group.comm.reductions, group.comm.lanes.reduce
         zero_copy = list(map(self._views.zero_copy.pop, plan.zero_copy))
         dropped = reductions, reductions.drops
@@ -327,7 +328,7 @@ class Gradients:
                 mark = lane.run(reducing.start, reducing.scattered)
         reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, zero_copy, self._buffer.give_back))
 
-    def _plan_reduction(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
+    def _plan_reduction(self, wanted: frozenset[int], is_final: bool, sums: bool) -> ReductionPlan:
         """Make the plan of a reduction of these parameters. Usually every step has the same."""
         group, parts = self._group, list[Part]()
         for section, full in zip(self._sections, self._fulls, strict=True):
@@ -352,8 +353,8 @@ class Gradients:
             parts.append(Part(tuple(i for i, _ in grads), plan, full, allocate, home, chunks, lengths))
         beside = zero_copy_in(part.plan for part in parts if part.plan.is_messages)
         zero_copy = [parts[each.section].indices[each.param] for each in beside]
-        self._plans[wanted, is_final] = ReductionPlan(parts, is_final, zero_copy)
-        return self._plans[wanted, is_final]
+        plan = self._plans[wanted, is_final, sums] = ReductionPlan(parts, is_final, sums, zero_copy)
+        return plan
 
     def discard(self) -> None:
         """Drop all gradients that are not in ``param.grad`` yet."""

@@ -44,6 +44,7 @@ class ReductionPlan:
 
     parts: Sequence[Part]
     is_final: bool  # whether the reduce-scatter gives the final values, so that they may be written in their own dtype
+    sums: bool  # whether the route includes the replicas, each of which has all of the parameters
     zero_copy: Sequence[int]  # parameters whose gradients are not in the buffer
     route: Route | None = None  # once a reduction was started
 
@@ -73,7 +74,10 @@ class PendingReduction:
         divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
         if plan.route is None:
             transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, outputs, strict=True)]
-            plan.route = group.reduce_transport.reduce_route(transfers, group.reduce_process_group, group.tag)
+            make, ranks = group.reduce_transport.reduce_route, group.reduce_process_group
+            if plan.sums:
+                make, ranks = group.reduce_transport.sum_route, group.data.replicate_group
+            plan.route = make(transfers, ranks, group.tag)
         self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._zero_copy)
         self._zero_copy = ()  # the started communication holds them, or the caller
         return self._pending
@@ -88,7 +92,7 @@ class PendingReduction:
         if self._plan.is_final:
             self._hand_over() if group.offloads else self.accumulate()
             return
-        if group.data.replicate_group is not None:
+        if group.data.replicate_group is not None and not self._plan.sums:
             for index, local in self._locals():
                 if index in self._partial:
                     local.add_(self._partial.pop(index))
@@ -104,7 +108,7 @@ class PendingReduction:
 
     def start_all_reduce(self) -> Pending:
         group, options = self._group, self._group.options
-        if group.data.replicate_group is not None:
+        if group.data.replicate_group is not None and not self._plan.sums:
             all_reduce = options.all_reduce or partial(dist.all_reduce, group=group.data.replicate_group)
             with waiting(f"the all-reduce of {group.title}", group.data.replicate_group):
                 for output in self._outputs:
