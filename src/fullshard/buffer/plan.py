@@ -196,6 +196,16 @@ class Plan:
         return self.select(i for i in range(len(self.params)) if i not in self.zero_copy) if self.zero_copy else self
 
     @property
+    def without_large(self) -> Plan:
+        """The messages of a single rank, in which large parameters are zero-copy."""
+        large = tuple(i for i, param in enumerate(self.params) if param.numel >= self.least_zero_copy)
+        small = self.select(i for i in range(len(self.params)) if i not in large)
+        starts = iter(small.shard_offsets)
+        offsets = tuple(0 if i in large else next(starts) for i in range(len(self.params)))
+        plan = replace(self, full_offsets=offsets, shard_offsets=offsets, full_numel=small.shard_numel)
+        return replace(plan, zero_copy=large, is_messages=True)
+
+    @property
     def messages(self) -> Plan:
         """The same cut, for a full buffer that has the messages of all ranks (*even* only)."""
         numel = self.packed.shard_numel

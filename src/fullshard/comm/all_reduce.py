@@ -1,82 +1,75 @@
-"""Sums over replicas: values of all ranks are added up in place, by a reduction and a gather of what it gave each rank.
+"""Sums over replicas, each of which has all of the parameters.
 
-Both halves run while backward computes::
-
-    start of sum 7      its reduction begins; that of sum 6 is completed, and what it gave begins to travel back
-    start of sum 8      its reduction begins; that of sum 7 is completed, and what it gave begins to travel back
-    end of sum 7        what it gave has come back
-
-Ranks start their sums in the same order.
+Large gradients are added up in the tensors that autograd made, small ones in the runs of a buffer, each by an
+all-reduce of the backend.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
-from fullshard.buffer.sections import starts, views
-from fullshard.buffer.slots import SHARED, Lease
-from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transport
-from fullshard.device import Pending
+from fullshard.comm.process_group import backend_name
+from fullshard.comm.sums import choose_scaling, divide_
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Route, Transfer, Transport, alias
+from fullshard.comm.waits import Wait, wait_for
+from fullshard.device import Pending, is_host
 
 
 class AllReduceRoute:
-    """The route of sums by the routes of ``transport`` for both halves; sums wait in ``under_way`` for their second."""
+    """The route from partial to replicated. A start adds up what the ranks have in the full buffers and in the tensors
+    that it is given beside these, in place; then the values of the buffers are copied to the shards."""
 
-    def __init__(self, transport: Transport, request: Request, under_way: deque[PendingAllReduce]) -> None:
-        self._transport, self._request, self._under_way = transport, request, under_way
-        self._numels = [plan.shard_numel for plan, _, _ in request.transfers]
-        self._dtypes = [full.dtype for _, full, _ in request.transfers]
-        self.staging = starts(self._numels, self._dtypes)[-1]
-        self._bound: dict[int, tuple[Sequence[torch.Tensor], Route]] = {}
-        lease = SHARED.lease(self.staging, request.transfers[0].full.device)
-        parts, gather = self._bind(lease)
-        lease.give_back()
-        transfers = [each._replace(shard=part) for each, part in zip(request.transfers, parts, strict=True)]
-        self._reduction = transport.reduce_route(transfers, request.process_group, request.tag)
-        self.sent = self._reduction.sent + gather.sent
+    staging = 0
+
+    def __init__(
+        self, transport: Transport, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int
+    ) -> None:
+        self._group = process_group
+        self._wait = Wait("an all-reduce", process_group, tag)
+        self._local = transport.reduce_route(transfers, None, tag)
+        spans = list[tuple[torch.Tensor, int, int]]()  # runs of elements in full buffers
+        for plan, full, _ in transfers:
+            for param, start in zip(plan.params, plan.full_offsets, strict=True):
+                before, first, end = spans[-1] if spans else (full, 0, -plan.alignment)
+                if before is full and 0 <= start - end < plan.alignment:
+                    spans[-1] = full, first, start + param.numel
+                elif param.numel:
+                    spans.append((full, start, start + param.numel))
+        self._runs = [alias(full)[first:end] for full, first, end in spans]
+        size = process_group.size()
+        self.sent = 2 * (size - 1) * sum(run.nbytes for run in self._runs) // size
 
     def start(
-        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor
-    ) -> PendingAllReduce:
-        lease = SHARED.lease(self.staging, self._request.transfers[0].full.device)
-        parts, gather = self._bound.get(lease.index) or self._bind(lease)
-        begun = PendingAllReduce(self._reduction.start(parts, reduction), gather, lease)
-        for earlier in self._under_way:
-            earlier.begin_gather()
-        self._under_way.clear()
-        self._under_way.append(begun)
-        return begun
-
-    @torch.inference_mode(False)
-    def _bind(self, lease: Lease) -> tuple[Sequence[torch.Tensor], Route]:
-        """The shards in the memory of a lease, and the route by which they travel back."""
-        parts = views(lease.view(torch.uint8, 0, (self.staging,)), self._numels, self._dtypes)
-        _, transfers, process_group, tag = self._request
-        transfers = [each._replace(shard=part) for each, part in zip(transfers, parts, strict=True)]
-        gather = self._transport.gather_route(transfers, process_group, tag)
-        return self._bound.setdefault(lease.index, (parts, gather))
+        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
+    ) -> Pending:
+        works = list[dist.Work | None]()
+        after = list[tuple[torch.Tensor, float]]()
+        for values in (*zero_copy, *self._runs):
+            scaling = choose_scaling(
+                values.dtype, self._group.size(), *reduction, backend_name(self._group, values.device)
+            )
+            values = torch.view_as_real(values) if values.is_complex() else values
+            divide_(values, scaling.before)
+            works.append(dist.all_reduce(values, scaling.op, self._group, async_op=is_host(values.device)))
+            after.append((values, scaling.after))
+        return _PendingAllReduces(self, works, after, shards)
 
 
-@dataclass(eq=False)
-class PendingAllReduce:
-    """A sum under way."""
+@dataclass(eq=False, slots=True)
+class _PendingAllReduces:
+    """All-reduces on their way, and what still divides each."""
 
-    reduction: Pending
-    gather: Route
-    lease: Lease
-    gathering: Pending | None = None
-
-    def begin_gather(self) -> Pending:
-        """Complete the reduction, and let what it gave travel back."""
-        if self.gathering is None:
-            self.reduction.finish()
-            self.gathering = self.gather.start()
-        return self.gathering
+    route: AllReduceRoute
+    works: list[dist.Work | None]
+    after: list[tuple[torch.Tensor, float]]
+    shards: Sequence[torch.Tensor]
 
     def finish(self) -> None:
-        self.begin_gather().finish()
-        self.lease.give_back()
+        wait_for(self.route._wait, self.works)
+        for values, divisor in self.after:
+            divide_(values, divisor)
+        self.route._local.start(self.shards)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from fullshard.comm.backend_memory import BackendMemory
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transport, alias
-from fullshard.comm.waits import WAITS, Wait, comes_from_backend, lost
+from fullshard.comm.waits import Wait, wait_for
 from fullshard.device import Pending, is_host
 from fullshard.policies import AllGather, Comm, ReduceScatter
 from fullshard.torch_private import Collective, Collectives, all_gather_over, foreach_copy, reduce_scatter_over
@@ -62,8 +61,6 @@ class CollectiveTransport(Transport):
         return super().allocate(nbytes, device)
 
     def _route(self, request: Request) -> Route:
-        if request.direction == "sum":
-            return _AllReduceRoute(request)
         return _CollectiveRoute(request, self._all_gather if request.direction == "gather" else self._reduce_scatter)
 
 
@@ -275,66 +272,6 @@ class _PendingCollectives:
                     divide_(targets[number], divisor)
         if self.lease is not NO_LEASE:
             self.lease.give_back()
-
-
-class _AllReduceRoute:
-    """The backend's all-reduces, one for each run of elements."""
-
-    staging = 0
-
-    def __init__(self, request: Request) -> None:
-        self._group = request.process_group
-        self._wait = Wait("an all-reduce", request.process_group, request.tag)
-        self._runs = list[torch.Tensor]()
-        for plan, full, _ in request.transfers:
-            ends = [start + param.numel for param, start in zip(plan.params, plan.full_offsets, strict=True)]
-            gaps = [at for at in range(1, len(ends)) if plan.full_offsets[at] - ends[at - 1] >= plan.alignment]
-            for first, stop in pairwise([0, *gaps, len(ends)]):
-                self._runs.append(as_real(alias(full)[plan.full_offsets[first] : ends[stop - 1]]))
-        size = self._group.size()
-        self.sent = 2 * (size - 1) * sum(run.nbytes for run in self._runs) // size
-        self._is_host = is_host(request.transfers[0].full.device)
-
-    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
-        backend = backend_name(self._group, self._runs[0].device)
-        works = list[dist.Work | None]()
-        after = list[tuple[torch.Tensor, float]]()
-        for run in self._runs:
-            scaling = choose_scaling(run.dtype, self._group.size(), *reduction, backend)
-            divide_(run, scaling.before)
-            works.append(dist.all_reduce(run, scaling.op, self._group, async_op=self._is_host))
-            after.append((run, scaling.after))
-        return _PendingAllReduces(self._wait, works, after)
-
-
-@dataclass(eq=False, slots=True)
-class _PendingAllReduces:
-    """All-reduces on their way, and what still divides each."""
-
-    wait: Wait
-    works: list[dist.Work | None]
-    after: list[tuple[torch.Tensor, float]]
-
-    def finish(self) -> None:
-        wait_for(self.wait, self.works)
-        for run, divisor in self.after:
-            divide_(run, divisor)
-
-
-def wait_for(wait: Wait, works: Sequence[dist.Work | None]) -> None:
-    """Wait for collectives, on the host."""
-    WAITS.current = wait
-    WAITS.count += 1
-    try:
-        for work in works:
-            if work is not None:
-                work.wait()
-    except RuntimeError as error:
-        if not comes_from_backend(error):
-            raise
-        raise lost(wait, "another rank", error) from error
-    finally:
-        WAITS.current = None
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:

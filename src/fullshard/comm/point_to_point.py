@@ -15,7 +15,6 @@ A reduction with more than two goes on in ``finish``, which ranks must therefore
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat, starmap, zip_longest
@@ -27,7 +26,6 @@ import torch.distributed as dist
 from fullshard.buffer.plan import Copies, Piece
 from fullshard.buffer.sections import align
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
-from fullshard.comm.all_reduce import AllReduceRoute, PendingAllReduce
 from fullshard.comm.rounds import Round, plan_rounds
 from fullshard.comm.sums import Sum, blocks, check_summable, scratch_bytes
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transport, alias
@@ -63,16 +61,10 @@ class PointToPointTransport(Transport):
     def __init__(self, staging: int = STAGING, large: int = LARGE, native: Transport | None = None) -> None:
         self._limits = (staging, large)
         self._native = native
-        self._sums: deque[PendingAllReduce] = deque()
         self.ends_processes = native is not None
-
-    def reset(self) -> None:
-        self._sums.clear()
 
     def _route(self, request: Request) -> Route:
         """Low precision is added in fp32, in the order of ranks, so that the result depends on no timing."""
-        if request.direction == "sum":
-            return AllReduceRoute(self, request, self._sums)
         fulls = [transfer.full for transfer in request.transfers]
         exact = request.direction == "gather" or all(full.dtype.itemsize >= 4 for full in fulls)
         is_small = request.process_group.size() == 2 and sum(full.nbytes for full in fulls) <= SMALL

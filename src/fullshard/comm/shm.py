@@ -106,7 +106,7 @@ class ShmTransport(Transport):
         messages, and so does what is gathered: it lies in memory of this rank alone. Ranks start their reductions in
         the same order. If they reduce different groups, or one has ended, ``finish`` raises."""
         fulls = [transfer.full for transfer in request.transfers]
-        if request.direction != "reduce" or self.address_of(fulls) is None:
+        if request.direction == "gather" or self.address_of(fulls) is None:
             return self.private._route(request)
         check_summable(request.transfers)
         route = _HostReduceRoute(self, request)
@@ -114,7 +114,6 @@ class ShmTransport(Transport):
         return route
 
     def reset(self) -> None:
-        self.private.reset()
         self.under_way.clear()
         self.ready.set((self.ready.value // _ROUND + 1) * _ROUND)
         self.done.set(self.ready.value)

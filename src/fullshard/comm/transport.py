@@ -18,8 +18,7 @@ from fullshard.buffer.shared_memory import Segment
 from fullshard.comm.local_ranks import PassBarrier
 from fullshard.device import Done, Pending
 
-#: Shards to all ranks, the values of all ranks to shards, or these values added up on all ranks.
-Direction = Literal["gather", "reduce", "sum"]
+Direction = Literal["gather", "reduce"]  # shards to all ranks, or the values of all ranks to shards
 
 
 class Transfer(NamedTuple):
@@ -124,28 +123,6 @@ class _LocalRoute:
         return Done()
 
 
-class _SumRoute:
-    """The route of sums over all ranks: the full buffers are added up ``in_place``, and then go to the shards."""
-
-    def __init__(self, in_place: Route, local: Route) -> None:
-        self._in_place, self._local = in_place, local
-        self.staging, self.sent = in_place.staging, in_place.sent
-
-    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
-        return _PendingSum(self._in_place.start((), reduction), self._local, shards)
-
-
-@dataclass(eq=False, slots=True)
-class _PendingSum:
-    in_place: Pending
-    local: Route
-    shards: Sequence[torch.Tensor]
-
-    def finish(self) -> None:
-        self.in_place.finish()
-        self.local.start(self.shards)
-
-
 class StillRead:
     """Communication (:class:`Pending`) whose buffers other ranks still read after its end."""
 
@@ -243,18 +220,10 @@ class Transport:
         """
         return self._checked_route("reduce", transfers, process_group, tag)
 
-    def sum_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup | None, tag: int) -> Route:
-        """The route from partial to replicated: like a reduction without other ranks, of the sum over all ranks."""
-        local = self.reduce_route(transfers, None, tag)
-        if process_group is None or process_group.size() == 1:
-            return local
-        over = [Transfer(each.plan.over(process_group.size()), each.full, each.full[:0]) for each in transfers]
-        return _SumRoute(self._checked_route("sum", over, process_group, tag), local)
-
     def _checked_route(
         self, direction: Direction, transfers: Sequence[Transfer], process_group: dist.ProcessGroup | None, tag: int
     ) -> Route:
-        for transfer in transfers if direction != "sum" else ():  # it needs no shards
+        for transfer in transfers:
             transfer.check(direction, process_group)
         if process_group is None or not transfers:
             return _LocalRoute(direction, transfers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -109,6 +109,22 @@ def lost(wait: Wait, rank: str, error: object) -> PeerFailureError:
 def comes_from_backend(error: RuntimeError) -> bool:
     """Whether a backend raised an error, and not what else runs in a wait, such as a function of the user."""
     return isinstance(error, dist.DistError) or _GLOO.search(str(error)) is not None
+
+
+def wait_for(wait: Wait, works: Iterable[dist.Work | None]) -> None:
+    """Wait for collectives of one kind. Raises PeerFailureError if the backend reports an error."""
+    WAITS.current = wait
+    WAITS.count += 1
+    try:
+        for work in works:
+            if work is not None:
+                work.wait()
+    except RuntimeError as error:
+        if not comes_from_backend(error):
+            raise
+        raise lost(wait, "another rank", error) from error
+    finally:
+        WAITS.current = None
 
 
 def describe(wait: Wait) -> str:

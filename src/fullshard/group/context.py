@@ -123,10 +123,9 @@ class GroupContext:
         return policy if dtype is None else replace(policy, param_dtype=dtype)
 
     @property
-    def sums_replicas(self) -> bool:
-        """Whether replicas that have all parameters add up their gradients before these are anywhere else."""
-        alone = self.data.shard_group is None and self.data.replicate_group is not None
-        return alone and self.options.strategy.all_reduces and self.options.all_reduce is None
+    def adds_whole(self) -> bool:
+        """Whether replicas that have all parameters add up whole gradients, and no function of the user does."""
+        return self.data.shard_group is None and self.data.replicate_size > 1 and self.options.all_reduce is None
 
     @property
     def offloads_state(self) -> bool:

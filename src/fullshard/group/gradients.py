@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from fullshard.buffer.messages import zero_copy_in
-from fullshard.buffer.sections import full_bytes, full_views
+from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.device import HoldingMark
 from fullshard.group.context import GroupContext
@@ -48,6 +48,7 @@ class Gradients:
         self.attach(full, module_params)
         self._dtypes_of = GradientDtypes(group)
         self._trainable: tuple[bool, ...] = ()  # the parameters that the layout is made for
+        self._keeps_whole = True  # whether replicas may add up large gradients where autograd made them
         self._nothing: list[torch.Tensor | None] = [None] * len(group.params)
         self._expected = self._nothing  # leaves whose gradients are still to come, once one has come
         self._writes = False  # whether the buffer takes gradients; while a reduction reads it, it does not
@@ -252,7 +253,8 @@ class Gradients:
         if self._writes:
             self._buffer.give_back()
         self._trainable = ()  # until all of it is done
-        self._sections, dtypes = self._dtypes_of.sections(trainable)
+        keeps = self._keeps_whole and group.adds_whole and not group.reduce_transport.compares_reductions
+        self._sections, dtypes = self._dtypes_of.sections(trainable, keeps)
         pool = group.gradient_pool
         self._buffer: SlotBuffer = SlotBuffer(pool, full_bytes(self._sections, dtypes))
         self._buffer.takes_turns = group.options.strategy.after_forward is not Placement.REPLICATED
@@ -313,7 +315,11 @@ class Gradients:
                 self._views.zero(index)
         for gap in self._gaps:
             gap.zero_()
-        sums = group.sums_replicas and not self._partial
+        sums = group.adds_whole and group.options.strategy.all_reduces and not self._partial
+        if self._views.kept and group.adds_whole and not sums:
+            self._keeps_whole = False
+            self._begin_anew()
+            return self.reduce()
         is_final = (sums or group.data.replicate_group is None) and group.options.all_reduce_hook is None
         plan = self._plans.get((wanted, is_final, sums)) or self._plan_reduction(wanted, is_final, sums)
         reductions, lane = group.comm.reductions, group.comm.lanes.reduce
@@ -331,10 +337,15 @@ class Gradients:
     def _plan_reduction(self, wanted: frozenset[int], is_final: bool, sums: bool) -> ReductionPlan:
         """Make the plan of a reduction of these parameters. Usually every step has the same."""
         group, parts = self._group, list[Part]()
+        chosen = list[tuple[Section, torch.Tensor, tuple[int, ...]]]()
         for section, full in zip(self._sections, self._fulls, strict=True):
             positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
-            if not positions:
-                continue
+            # Whole gradients are tensors of their own: the heap keeps no freed memory of more than 32 MiB in one piece.
+            apart = [(each,) for each in positions] if sums and not group.is_flat else [positions]
+            chosen += [(section, full, each) for each in apart if each]
+        kept = self._views.kept if sums else frozenset[int]()
+        chosen.sort(key=lambda each: each[0].members[each[2][0]] in kept)
+        for section, full, positions in chosen:
             plan = section.plan.select(positions)
             members = section.members if group.is_flat else [section.members[position] for position in positions]
             shard = torch.empty(plan.shard_numel, device="meta")
@@ -353,7 +364,9 @@ class Gradients:
             parts.append(Part(tuple(i for i, _ in grads), plan, full, allocate, home, chunks, lengths))
         beside = zero_copy_in(part.plan for part in parts if part.plan.is_messages)
         zero_copy = [parts[each.section].indices[each.param] for each in beside]
-        plan = self._plans[wanted, is_final, sums] = ReductionPlan(parts, is_final, sums, zero_copy)
+        zero_copy = zero_copy or [part.indices[0] for part in parts if part.indices[0] in kept]
+        whole = len(zero_copy) if sums else 0
+        plan = self._plans[wanted, is_final, sums] = ReductionPlan(parts, is_final, sums, whole, zero_copy)
         return plan
 
     def discard(self) -> None:

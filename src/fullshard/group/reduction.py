@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fullshard.buffer.plan import Plan
 from fullshard.buffer.slots import SlotBuffer
+from fullshard.comm.all_reduce import AllReduceRoute
 from fullshard.comm.transport import Reduction, Route, StillRead, Transfer
 from fullshard.comm.waits import waiting
 from fullshard.device import Done, HoldingMark, Pending, beside, copy_to_host, is_host
@@ -45,6 +46,7 @@ class ReductionPlan:
     parts: Sequence[Part]
     is_final: bool  # whether the reduce-scatter gives the final values, so that they may be written in their own dtype
     sums: bool  # whether the route includes the replicas, each of which has all of the parameters
+    whole: int  # how many parts, the last ones, are zero-copy gradients in which the replicas add up
     zero_copy: Sequence[int]  # parameters whose gradients are not in the buffer
     route: Route | None = None  # once a reduction was started
 
@@ -66,19 +68,21 @@ class PendingReduction:
 
     def start(self) -> Pending:
         group, plan = self._group, self._plan
-        outputs = self._outputs = [part.allocate() for part in plan.parts]
+        outputs = self._outputs = [part.allocate() for part in plan.parts[: len(plan.parts) - plan.whole]]
         if group.is_flat:  # all of the shard is shown, its padding too
             for part, output in zip(plan.parts, outputs, strict=True):
                 output[part.plan.owned_numel(group.data.shard_rank) :].zero_()
         factor = group.options.divide_factor
         divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
         if plan.route is None:
-            transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, outputs, strict=True)]
-            make, ranks = group.reduce_transport.reduce_route, group.reduce_process_group
+            transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, outputs, strict=False)]
             if plan.sums:
-                make, ranks = group.reduce_transport.sum_route, group.data.replicate_group
-            plan.route = make(transfers, ranks, group.tag)
+                assert group.data.replicate_group is not None
+                plan.route = AllReduceRoute(group.reduce_transport, transfers, group.data.replicate_group, group.tag)
+            else:
+                plan.route = group.reduce_transport.reduce_route(transfers, group.reduce_process_group, group.tag)
         self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._zero_copy)
+        self._outputs = [*outputs, *self._zero_copy] if plan.whole else outputs
         self._zero_copy = ()  # the started communication holds them, or the caller
         return self._pending
 
