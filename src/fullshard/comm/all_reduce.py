@@ -19,6 +19,14 @@ from fullshard.comm.waits import Wait, wait_for
 from fullshard.device import Pending, is_host
 
 
+def sum_route(
+    transport: Transport, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int
+) -> Route:
+    """The route by which replicas add up what they have in buffers of ``transport``."""
+    route = transport.sum_route(transfers, process_group, tag)
+    return AllReduceRoute(transport, transfers, process_group, tag) if route is None else route
+
+
 class AllReduceRoute:
     """The route from partial to replicated. A start adds up what the ranks have in the full buffers and in the tensors
     that it is given beside these, in place; then the values of the buffers are copied to the shards."""

@@ -240,7 +240,8 @@ class Gradients:
         """Get the buffer to write to, once few enough reductions read theirs."""
         group = self._group
         # Modules of one group may run at different times. Then an earlier reduction may still read this buffer.
-        buffers = group.options.max_gradient_buffers or group.reduce_transport.gradient_buffers
+        least = 2 if group.adds_whole else 1
+        buffers = group.options.max_gradient_buffers or max(least, group.reduce_transport.gradient_buffers)
         group.comm.reductions.wait_for_oldest(0 if self._buffer.in_use else buffers - 1, buffers)
         self._buffer.take().wait()
         self._writes = True

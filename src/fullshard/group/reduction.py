@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fullshard.buffer.plan import Plan
 from fullshard.buffer.slots import SlotBuffer
-from fullshard.comm.all_reduce import AllReduceRoute
+from fullshard.comm.all_reduce import sum_route
 from fullshard.comm.transport import Reduction, Route, StillRead, Transfer
 from fullshard.comm.waits import waiting
 from fullshard.device import Done, HoldingMark, Pending, beside, copy_to_host, is_host
@@ -78,7 +78,7 @@ class PendingReduction:
             transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, outputs, strict=False)]
             if plan.sums:
                 assert group.data.replicate_group is not None
-                plan.route = AllReduceRoute(group.reduce_transport, transfers, group.data.replicate_group, group.tag)
+                plan.route = sum_route(group.reduce_transport, transfers, group.data.replicate_group, group.tag)
             else:
                 plan.route = group.reduce_transport.reduce_route(transfers, group.reduce_process_group, group.tag)
         self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._zero_copy)
