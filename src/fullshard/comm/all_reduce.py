@@ -19,9 +19,7 @@ from fullshard.comm.waits import Wait, wait_for
 from fullshard.device import Pending, is_host
 
 
-def sum_route(
-    transport: Transport, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int
-) -> Route:
+def sum_route(transport: Transport, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route:
     """The route by which replicas add up what they have in buffers of ``transport``."""
     route = transport.sum_route(transfers, process_group, tag)
     return AllReduceRoute(transport, transfers, process_group, tag) if route is None else route

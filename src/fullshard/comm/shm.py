@@ -15,6 +15,7 @@ else reads, and waits until all have. Values that must go to memory that is not 
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -305,38 +306,49 @@ class _HostSumRoute(_HostReduceRoute):
     """The sums of some buffers, of which every rank gets all."""
 
     def __init__(self, transport: ShmTransport, request: Request) -> None:
-        self._whole = [transfer.plan for transfer in request.transfers]
         ranks = transport.local_ranks.size
         over = [transfer._replace(plan=transfer.plan.over(ranks)) for transfer in request.transfers]
         super().__init__(transport, request._replace(transfers=over))
-        self._copied: dict[tuple[Segment | None, ...], list[tuple[int, int, torch.Tensor]]] = {}
+        #: How far each parameter lies behind its place in the full buffer when it lies in the shard.
+        self._shifts: list[list[int]] = []
+        for plan, _, _ in request.transfers:
+            starts = plan.shard_offsets or plan.full_offsets
+            self._shifts.append([start - full for start, full in zip(starts, plan.full_offsets, strict=True)])
+        self._others: dict[tuple[Segment | None, ...], list[tuple[Piece, torch.Tensor]]] = {}
 
     def forget_slots(self) -> None:
         super().forget_slots()
-        self._copied.clear()
+        self._others.clear()
 
     def add_up(self, slots: tuple[Segment | None, ...], reading: _PendingShmReduction) -> None:
-        transport = self.transport
+        """Write this rank's part to its shards and, while it is in a cache, to its slot; then copy those of the others
+        from theirs."""
+        transport, shards = self.transport, reading.shards
         for total in self.sums(slots):
-            total.write(self._fulls, reading.divisor)
+            total.write(shards, reading.divisor)
+            mine, block = total.block.of_shard(shards[total.block.section]), total.block
+            slot = block.of_full(self._fulls[block.section]).copy_(mine)
+            if slot.dtype != mine.dtype:
+                mine.copy_(slot)  # rounded, as the others see it
         transport.summed.set(reading.number)
         transport.local_ranks.wait(transport.summed, reading.number, "a reduction", self.tag)
-        parts = self._copied.get(slots) or self._copied.setdefault(slots, [*self._parts(slots)])
-        targets = [reading.shards[section][start : start + part.numel()] for section, start, part in parts]
-        foreach_copy(targets, [part for _, _, part in parts])
+        others = self._others.get(slots) or self._others.setdefault(slots, [*self._in_other_slots(slots)])
+        targets = [piece.of_shard(shards[piece.section]) for piece, _ in others]
+        foreach_copy(targets, [values for _, values in others])
 
     def _sum(self, block: Piece, terms: Sequence[torch.Tensor]) -> Sum:
-        """A sum that is written where its term of this rank is."""
-        block = replace(block, shard_start=block.full_start, shard_stride=block.full_stride)
-        return Sum(block, terms, terms[0].dtype, self.transport.scratch, in_place=True)
+        return super()._sum(self._in_whole(block), terms)
+
+    def _in_whole(self, piece: Piece) -> Piece:
+        """A piece of the full buffer and of a shard that has all of it."""
+        starts = self._plans[piece.section].full_offsets
+        shift = self._shifts[piece.section][bisect_right(starts, piece.full_start) - 1]
+        return replace(piece, shard_start=piece.full_start + shift, shard_stride=piece.full_stride)
 
     @torch.inference_mode(False)
-    def _parts(self, slots: tuple[Segment | None, ...]) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """For each part of the sums the shard that it goes to, where, and the part in the slot of its rank."""
-        for section, (whole, over) in enumerate(zip(self._whole, self._plans, strict=True)):
-            fulls, targets = self._in_slots(section, slots), whole.shard_offsets or whole.full_offsets
-            for param, full_start, target in zip(over.params, over.full_offsets, targets, strict=True):
-                for rank, full in enumerate(fulls):
-                    start, stop = param.chunk(rank, len(fulls))
-                    if start < stop:
-                        yield section, target + start, full[full_start + start : full_start + stop]
+    def _in_other_slots(self, slots: tuple[Segment | None, ...]) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """What the other ranks add up, and where they have it."""
+        for section, plan in enumerate(self._plans):
+            for rank, full in enumerate(self._in_slots(section, slots)):
+                for piece in plan.pieces(rank, section) if slots[rank] is not None else ():
+                    yield self._in_whole(piece), piece.of_full(full)

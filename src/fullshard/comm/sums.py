@@ -74,18 +74,13 @@ class Sum:
     """
 
     def __init__(
-        self,
-        block: Piece,
-        terms: Sequence[torch.Tensor | None],
-        shard_dtype: torch.dtype,
-        scratch: Lease,
-        in_place: bool = False,  # whether it is written to memory of a term
+        self, block: Piece, terms: Sequence[torch.Tensor | None], shard_dtype: torch.dtype, scratch: Lease
     ) -> None:
         dtype = next(term.dtype for term in terms if term is not None)
         sum_dtype = SUM_DTYPES[dtype]
         self.block, self.terms = block, terms
         #: Where to add them up, if not in the shard itself; where to convert each to the dtype of the sum.
-        self.total = scratch.view(sum_dtype, 0, block.shape) if sum_dtype != shard_dtype or in_place else None
+        self.total = scratch.view(sum_dtype, 0, block.shape) if sum_dtype != shard_dtype else None
         self.term = scratch.view(sum_dtype, BLOCK * sum_dtype.itemsize, block.shape) if sum_dtype != dtype else None
 
     def write(self, shards: Sequence[torch.Tensor], divisor: float) -> None:

@@ -119,7 +119,9 @@ class _LocalRoute:
             for full, shard in self._gathered:
                 full.copy_(shard, non_blocking=True)
             for piece, full in self._reduced:
-                piece.of_shard(shards[piece.section]).copy_(full if reduction.divisor == 1 else full / reduction.divisor)
+                piece.of_shard(shards[piece.section]).copy_(
+                    full if reduction.divisor == 1 else full / reduction.divisor
+                )
         return Done()
 
 
