@@ -240,8 +240,7 @@ class Gradients:
         """Get the buffer to write to, once few enough reductions read theirs."""
         group = self._group
         # Modules of one group may run at different times. Then an earlier reduction may still read this buffer.
-        least = 2 if group.adds_whole else 1
-        buffers = group.options.max_gradient_buffers or max(least, group.reduce_transport.gradient_buffers)
+        buffers = group.gradient_buffers
         group.comm.reductions.wait_for_oldest(0 if self._buffer.in_use else buffers - 1, buffers)
         self._buffer.take().wait()
         self._writes = True
@@ -254,8 +253,7 @@ class Gradients:
         if self._writes:
             self._buffer.give_back()
         self._trainable = ()  # until all of it is done
-        keeps = self._keeps_whole and group.adds_whole and not group.reduce_transport.compares_reductions
-        self._sections, dtypes = self._dtypes_of.sections(trainable, keeps)
+        self._sections, dtypes = self._dtypes_of.sections(trainable, self._keeps_whole and group.keeps_whole)
         pool = group.gradient_pool
         self._buffer: SlotBuffer = SlotBuffer(pool, full_bytes(self._sections, dtypes))
         self._buffer.takes_turns = group.options.strategy.after_forward is not Placement.REPLICATED
