@@ -55,13 +55,13 @@ class ShardOptions(TypedDict, total=False):
     """The options of :func:`fully_shard`, for type checkers."""
 
     mesh: DeviceMesh | None
-    zero_stage: int
     reshard_after_forward: bool | int | None
     shard_placement_fn: _PlacementFn
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
+    zero_stage: int
     auto_wrap_policy: Any
     check_values: bool
 
@@ -76,13 +76,13 @@ def fully_shard(
     module: Any,
     *,
     mesh: DeviceMesh | None = None,
-    zero_stage: int = 3,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: _PlacementFn = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    zero_stage: int = 3,
     auto_wrap_policy: Any = None,
     check_values: bool = False,
 ) -> Any:
@@ -103,14 +103,9 @@ def fully_shard(
         module: the module, or a list of modules that form one group and may run at different times.
         mesh: 1-D: shard over it. 2-D with names: replicate over the first dim and shard over the second. With
             ``dp_mesh_dims``: a mesh of all parallelisms. By default all ranks.
-        zero_stage: how much is sharded (Rajbhandari et al., "ZeRO", 2020). 3: parameters, gradients and optimizer
-            state. 2: parameters are whole from forward to backward. 1: also across backwards without gradient sync, so
-            that several micro-batches communicate once for each optimizer step. 0: nothing is sharded, as in DDP; every
-            rank of the mesh is a replica. In every stage parameters are DTensors between steps, and a checkpoint of one
-            stage is loaded in any other.
-        reshard_after_forward: in stage 3, ``True`` frees the gathered parameters between forward and backward, ``False`` keeps
-            them, an int (a divisor of the number of ranks that shard) keeps them sharded over that many neighbouring
-            ranks. ``None`` is ``True``, and ``False`` for the root. ``False`` is stage 2.
+        reshard_after_forward: in stage 3, ``True`` frees the gathered parameters between forward and backward,
+            ``False`` keeps them as stage 2 does, an int (a divisor of the number of ranks that shard) keeps them
+            sharded over that many neighbouring ranks. ``None`` is ``True``, and ``False`` for the root.
         shard_placement_fn: for each parameter ``None``, a ``Shard(dim)``, or a ``ShardPlacementResult`` that names a
             mesh too. Dims need not divide evenly.
         mp_policy: dtypes of gathers, reductions, inputs, outputs and buffers. Parameters of batch norms keep the dtype
@@ -118,6 +113,11 @@ def fully_shard(
         offload_policy: what lives on the CPU between uses. Like ``mp_policy``, fullshard's or PyTorch's.
         ignored_params: parameters that are neither sharded nor reduced.
         dp_mesh_dims: the data-parallel dims of ``mesh``. All parameters are DTensors on that mesh.
+        zero_stage: how much is sharded (Rajbhandari et al., "ZeRO", 2020). 3: parameters, gradients and optimizer
+            state. 2: parameters are whole from forward to backward. 1: also across backwards without gradient sync, so
+            that several micro-batches communicate once for each optimizer step. 0: nothing is sharded, as in DDP; every
+            rank of the mesh is a replica. In every stage parameters are DTensors between steps, and a checkpoint of one
+            stage is loaded in any other.
         auto_wrap_policy: chooses submodules to shard before ``module``, with the same options or those that it
             returns; see ``fullshard.wrap``. One call on the root is then enough.
         check_values: whether to compare the parameters' values between the ranks, in one pass over them. Ranks with

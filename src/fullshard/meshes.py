@@ -50,8 +50,9 @@ _default_meshes: weakref.WeakValueDictionary[object, DeviceMesh] = weakref.WeakV
 
 
 def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None, shards: bool = True) -> DataMesh:
-    """Check ``mesh`` and find its groups. Unless it ``shards``, all data-parallel dims replicate. Raises ValueError if its dims, their names or its ranks do not fit,
-    AssertionError if it is 2-D and has no names, RuntimeError if it has no process groups or they were destroyed."""
+    """Check ``mesh`` and find its groups. Unless it ``shards``, all its data-parallel dims replicate. Raises ValueError
+    if its dims, their names or its ranks do not fit, AssertionError if it is 2-D and has no names, RuntimeError if it
+    has no process groups or they were destroyed."""
     if dims is not None:
         names = mesh.mesh_dim_names or ()
         replicate = None if shards else tuple(sorted(dims.names, key=lambda name: [*names, name].index(name)))

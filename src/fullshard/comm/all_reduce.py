@@ -7,36 +7,47 @@ all-reduce of the backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.process_group import backend_name
-from fullshard.comm.sums import choose_scaling, divide_
+from fullshard.comm.sums import Scaling, choose_scaling, divide_
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Route, Transfer, Transport, alias
-from fullshard.comm.waits import Wait, wait_for
+from fullshard.comm.waits import waiting
 from fullshard.device import Pending, is_host
 
 
-def sum_route(transport: Transport, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route:
-    """The route by which replicas add up what they have in buffers of ``transport``."""
+def sum_route(
+    transport: Transport,
+    transfers: Sequence[Transfer],
+    process_group: dist.ProcessGroup,
+    tag: int,
+    device: torch.device,
+) -> Route:
+    """The route by which replicas add up what they have in buffers of ``transport``, and beside these."""
     route = transport.sum_route(transfers, process_group, tag)
-    return AllReduceRoute(transport, transfers, process_group, tag) if route is None else route
+    if route is not None:
+        return route
+    return AllReduceRoute(transport.reduce_route(transfers, None, tag), transfers, process_group, tag, device)
 
 
 class AllReduceRoute:
-    """The route from partial to replicated. A start adds up what the ranks have in the full buffers and in the tensors
-    that it is given beside these, in place; then the values of the buffers are copied to the shards."""
+    """The route from partial to replicated. A start adds up, in place, what the ranks have in the full buffers and in
+    the tensors that it is given beside these. Then ``local`` copies the values of the buffers to the shards."""
 
     staging = 0
 
     def __init__(
-        self, transport: Transport, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int
+        self,
+        local: Route,
+        transfers: Sequence[Transfer],
+        process_group: dist.ProcessGroup,
+        tag: int,
+        device: torch.device,
     ) -> None:
-        self._group = process_group
-        self._wait = Wait("an all-reduce", process_group, tag)
-        self._local = transport.reduce_route(transfers, None, tag)
+        self._local, self._group, self._tag = local, process_group, tag
+        self._is_host, self._backend = is_host(device), backend_name(process_group, device)
         spans = list[tuple[torch.Tensor, int, int]]()  # runs of elements in full buffers
         for plan, full, _ in transfers:
             for param, start in zip(plan.params, plan.full_offsets, strict=True):
@@ -52,30 +63,34 @@ class AllReduceRoute:
     def start(
         self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
     ) -> Pending:
-        works = list[dist.Work | None]()
-        after = list[tuple[torch.Tensor, float]]()
+        pending = _PendingAllReduces(self, shards)
         for values in (*zero_copy, *self._runs):
-            scaling = choose_scaling(
-                values.dtype, self._group.size(), *reduction, backend_name(self._group, values.device)
-            )
+            scaling = choose_scaling(values.dtype, self._group.size(), *reduction, self._backend)
+            if values.dtype == torch.float16:  # no term may overflow the sum of all
+                scaling = Scaling(before=reduction.divisor)
             values = torch.view_as_real(values) if values.is_complex() else values
             divide_(values, scaling.before)
-            works.append(dist.all_reduce(values, scaling.op, self._group, async_op=is_host(values.device)))
-            after.append((values, scaling.after))
-        return _PendingAllReduces(self, works, after, shards)
+            pending.works.append(dist.all_reduce(values, scaling.op, self._group, async_op=self._is_host))
+            pending.divided.append((values, scaling.after))
+        return pending
+
+    def finish(self, pending: _PendingAllReduces) -> None:
+        with waiting("an all-reduce", self._group, self._tag):
+            for work in pending.works:
+                if work is not None:
+                    work.wait()
+        for values, divisor in pending.divided:
+            divide_(values, divisor)
+        self._local.start(pending.shards)
 
 
-@dataclass(eq=False, slots=True)
 class _PendingAllReduces:
-    """All-reduces on their way, and what still divides each."""
+    """All-reduces on their way, what still divides each, and the shards that get the values of the buffers."""
 
-    route: AllReduceRoute
-    works: list[dist.Work | None]
-    after: list[tuple[torch.Tensor, float]]
-    shards: Sequence[torch.Tensor]
+    def __init__(self, route: AllReduceRoute, shards: Sequence[torch.Tensor]) -> None:
+        self._route, self.shards = route, shards
+        self.works: list[dist.Work | None] = []
+        self.divided: list[tuple[torch.Tensor, float]] = []
 
     def finish(self) -> None:
-        wait_for(self.route._wait, self.works)
-        for values, divisor in self.after:
-            divide_(values, divisor)
-        self.route._local.start(self.shards)
+        self._route.finish(self)

@@ -25,7 +25,7 @@ from fullshard.comm.backend_memory import BackendMemory
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transport, alias
-from fullshard.comm.waits import Wait, wait_for
+from fullshard.comm.waits import WAITS, Wait, comes_from_backend, lost
 from fullshard.device import Pending, is_host
 from fullshard.policies import AllGather, Comm, ReduceScatter
 from fullshard.torch_private import Collective, Collectives, all_gather_over, foreach_copy, reduce_scatter_over
@@ -256,7 +256,18 @@ class _PendingCollectives:
     lease: Lease
 
     def finish(self) -> None:
-        wait_for(self.wait, self.works)
+        WAITS.current = self.wait
+        WAITS.count += 1
+        try:
+            for work in self.works:
+                if work is not None:
+                    work.wait()
+        except RuntimeError as error:
+            if not comes_from_backend(error):
+                raise
+            raise lost(self.wait, "another rank", error) from error
+        finally:
+            WAITS.current = None
         for call, targets, divisor in self.started:
             if call.after is not None:
                 call.after()

@@ -285,7 +285,7 @@ class _HostReduceRoute:
         if slots in self.known:
             return self.known[slots]
         sums = list[Sum]()
-        for section, (plan, full) in enumerate(zip(self._plans, self._fulls, strict=True)):
+        for section, plan in enumerate(self._plans):
             fulls = self._in_slots(section, slots)
             for piece in plan.pieces(self.transport.local_ranks.rank, section):
                 for block in blocks(piece):

@@ -223,8 +223,8 @@ class Transport:
         return self._checked_route("reduce", transfers, process_group, tag)
 
     def sum_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route | None:
-        """The route from partial to replicated: like a reduction without other ranks, of the sum over all ranks. ``None``
-        if that is left to the all-reduce of the backend (:mod:`fullshard.comm.all_reduce`)."""
+        """The route from partial to replicated: like a reduction without other ranks, of the sum over all ranks.
+        ``None`` if that is left to the all-reduce of the backend (:mod:`fullshard.comm.all_reduce`)."""
         return None
 
     def _checked_route(

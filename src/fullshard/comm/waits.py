@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -111,22 +111,6 @@ def comes_from_backend(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or _GLOO.search(str(error)) is not None
 
 
-def wait_for(wait: Wait, works: Iterable[dist.Work | None]) -> None:
-    """Wait for collectives of one kind. Raises PeerFailureError if the backend reports an error."""
-    WAITS.current = wait
-    WAITS.count += 1
-    try:
-        for work in works:
-            if work is not None:
-                work.wait()
-    except RuntimeError as error:
-        if not comes_from_backend(error):
-            raise
-        raise lost(wait, "another rank", error) from error
-    finally:
-        WAITS.current = None
-
-
 def describe(wait: Wait) -> str:
     """What is waited for, for people."""
     return f"{wait.what} of {named(wait.tag)}" if wait.tag >= 0 else wait.what
@@ -143,10 +127,10 @@ def named(tag: int) -> str:
 
 
 @contextmanager
-def waiting(what: str, process_group: dist.ProcessGroup | None) -> Iterator[None]:
+def waiting(what: str, process_group: dist.ProcessGroup | None, tag: int = -1) -> Iterator[None]:
     """A context of a wait for the ranks of a process group. Raises PeerFailureError if a backend says that one is
     lost."""
-    wait = Wait(what, process_group)
+    wait = Wait(what, process_group, tag)
     before = WAITS.change(wait)
     try:
         yield

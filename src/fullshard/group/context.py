@@ -125,7 +125,8 @@ class GroupContext:
     @property
     def adds_whole(self) -> bool:
         """Whether replicas that have all parameters add up whole gradients, and no function of the user does."""
-        return self.data.shard_group is None and self.data.replicate_size > 1 and self.options.all_reduce is None
+        is_native = self.options.all_reduce is None and self.options.all_reduce_hook is None
+        return is_native and self.data.shard_group is None and self.data.replicate_size > 1
 
     @property
     def keeps_whole(self) -> bool:

@@ -3,7 +3,8 @@
 Owns the memory of the unsharded parameters, which are views of it, and the versions that tell autograd whether values
 that it saved are still there. A transition that fails leaves the buffer SHARDED, and gives back all that it took.
 :class:`GatheredBuffer` gathers into a slot. :class:`WholeBuffer` is the shard of a rank that has all of it, and
-:class:`MappedBuffer` is in memory that the ranks of a host share: both have nothing to gather. The group decides when to gather, and what the modules show.
+:class:`MappedBuffer` is in memory that the ranks of a host share: both have nothing to gather. The group decides when
+to gather, and what the modules show.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ class Gradients:
         """Get the buffer to write to, once few enough reductions read theirs."""
         group = self._group
         # Modules of one group may run at different times. Then an earlier reduction may still read this buffer.
-        buffers = group.gradient_buffers
+        buffers = group.options.max_gradient_buffers or self._most_buffers
         group.comm.reductions.wait_for_oldest(0 if self._buffer.in_use else buffers - 1, buffers)
         self._buffer.take().wait()
         self._writes = True
@@ -253,6 +253,7 @@ class Gradients:
         if self._writes:
             self._buffer.give_back()
         self._trainable = ()  # until all of it is done
+        self._adds_whole, self._most_buffers = group.adds_whole, group.gradient_buffers
         self._sections, dtypes = self._dtypes_of.sections(trainable, self._keeps_whole and group.keeps_whole)
         pool = group.gradient_pool
         self._buffer: SlotBuffer = SlotBuffer(pool, full_bytes(self._sections, dtypes))
@@ -314,8 +315,8 @@ class Gradients:
                 self._views.zero(index)
         for gap in self._gaps:
             gap.zero_()
-        sums = group.adds_whole and group.options.strategy.all_reduces and not self._partial
-        if self._views.kept and group.adds_whole and not sums:
+        sums = self._adds_whole and group.options.strategy.all_reduces and not self._partial
+        if self._adds_whole and not sums and self._views.kept:
             self._keeps_whole = False
             self._begin_anew()
             return self.reduce()
@@ -363,10 +364,10 @@ class Gradients:
             parts.append(Part(tuple(i for i, _ in grads), plan, full, allocate, home, chunks, lengths))
         beside = zero_copy_in(part.plan for part in parts if part.plan.is_messages)
         zero_copy = [parts[each.section].indices[each.param] for each in beside]
-        zero_copy = zero_copy or [part.indices[0] for part in parts if part.indices[0] in kept]
-        whole = len(zero_copy) if sums else 0
-        plan = self._plans[wanted, is_final, sums] = ReductionPlan(parts, is_final, sums, whole, zero_copy)
-        return plan
+        zero_copy = zero_copy or [index for part in parts for index in part.indices if index in kept]
+        packed = parts[: len(parts) - len(zero_copy)] if sums else parts
+        made = self._plans[wanted, is_final, sums] = ReductionPlan(parts, is_final, sums, packed, zero_copy)
+        return made
 
     def discard(self) -> None:
         """Drop all gradients that are not in ``param.grad`` yet."""

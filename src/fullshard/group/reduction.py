@@ -46,7 +46,7 @@ class ReductionPlan:
     parts: Sequence[Part]
     is_final: bool  # whether the reduce-scatter gives the final values, so that they may be written in their own dtype
     sums: bool  # whether the route includes the replicas, each of which has all of the parameters
-    whole: int  # how many parts, the last ones, are zero-copy gradients in which the replicas add up
+    packed: Sequence[Part]  # the first of the parts: all but zero-copy gradients in which the replicas add up
     zero_copy: Sequence[int]  # parameters whose gradients are not in the buffer
     route: Route | None = None  # once a reduction was started
 
@@ -68,7 +68,7 @@ class PendingReduction:
 
     def start(self) -> Pending:
         group, plan = self._group, self._plan
-        outputs = self._outputs = [part.allocate() for part in plan.parts[: len(plan.parts) - plan.whole]]
+        outputs = self._outputs = [part.allocate() for part in plan.packed]
         if group.is_flat:  # all of the shard is shown, its padding too
             for part, output in zip(plan.parts, outputs, strict=True):
                 output[part.plan.owned_numel(group.data.shard_rank) :].zero_()
@@ -78,11 +78,13 @@ class PendingReduction:
             transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, outputs, strict=False)]
             if plan.sums:
                 assert group.data.replicate_group is not None
-                plan.route = sum_route(group.reduce_transport, transfers, group.data.replicate_group, group.tag)
+                over = group.data.replicate_group
+                plan.route = sum_route(group.reduce_transport, transfers, over, group.tag, group.device)
             else:
                 plan.route = group.reduce_transport.reduce_route(transfers, group.reduce_process_group, group.tag)
         self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._zero_copy)
-        self._outputs = [*outputs, *self._zero_copy] if plan.whole else outputs
+        if plan.sums:
+            self._outputs = [*outputs, *self._zero_copy]
         self._zero_copy = ()  # the started communication holds them, or the caller
         return self._pending
 

@@ -35,7 +35,7 @@ class ShardBuffer:
         dtypes = [section.dtype for section in group.sections]
         self.nbytes = shard_bytes(group.sections, dtypes)
         self.views: tuple[torch.Tensor, ...] = ()
-        self.memory: torch.Tensor | None = None  # of the views; ``None`` in memory that ranks share
+        self.memory: torch.Tensor | None = None  # of the views, if they are the full buffer
         self.is_unmapped = self._may_share()  # whether ranks that are to share memory have not mapped it yet
         self.shared: SharedChunks | None = None
         if self.is_unmapped and not self.is_meta:
@@ -54,6 +54,7 @@ class ShardBuffer:
         #: Whether the shard is the full buffer: it has every parameter, as the modules use it.
         self.is_full = is_alone and is_like and all(section.plan.is_rank_major for section in group.sections)
         self.is_full = self.is_full and not any(param.extends for param in group.params)
+        self.memory = self.memory if self.is_full else None
         self.poisons = os.environ.get("FULLSHARD_DEBUG", "0") not in ("", "0")
 
     def _may_share(self) -> bool:
