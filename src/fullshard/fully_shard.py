@@ -29,7 +29,7 @@ from fullshard.group.mesh import DataMesh
 from fullshard.group.owners import owner_of, refuse_gradients, register
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import Location, ShardedParameter
-from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP, Placement, Strategy
+from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP, ZERO, Placement, Strategy
 from fullshard.group.verify import verify_parameters, verify_values
 from fullshard.meshes import data_mesh, default_mesh, smaller_mesh
 from fullshard.module import ShardedModule, sharded_class
@@ -61,6 +61,7 @@ class ShardOptions(TypedDict, total=False):
     offload_policy: OffloadPolicy
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
+    zero_stage: int
     auto_wrap_policy: Any
     check_values: bool
 
@@ -81,6 +82,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    zero_stage: int = 3,
     auto_wrap_policy: Any = None,
     check_values: bool = False,
 ) -> Any:
@@ -101,9 +103,9 @@ def fully_shard(
         module: the module, or a list of modules that form one group and may run at different times.
         mesh: 1-D: shard over it. 2-D with names: replicate over the first dim and shard over the second. With
             ``dp_mesh_dims``: a mesh of all parallelisms. By default all ranks.
-        reshard_after_forward: ``True`` frees the gathered parameters between forward and backward, ``False`` keeps
-            them, an int (a divisor of the number of ranks that shard) keeps them sharded over that many neighbouring
-            ranks. ``None`` is ``True``, and ``False`` for the root.
+        reshard_after_forward: in stage 3, ``True`` frees the gathered parameters between forward and backward,
+            ``False`` keeps them as stage 2 does, an int (a divisor of the number of ranks that shard) keeps them
+            sharded over that many neighbouring ranks. ``None`` is ``True``, and ``False`` for the root.
         shard_placement_fn: for each parameter ``None``, a ``Shard(dim)``, or a ``ShardPlacementResult`` that names a
             mesh too. Dims need not divide evenly.
         mp_policy: dtypes of gathers, reductions, inputs, outputs and buffers. Parameters of batch norms keep the dtype
@@ -111,6 +113,11 @@ def fully_shard(
         offload_policy: what lives on the CPU between uses. Like ``mp_policy``, fullshard's or PyTorch's.
         ignored_params: parameters that are neither sharded nor reduced.
         dp_mesh_dims: the data-parallel dims of ``mesh``. All parameters are DTensors on that mesh.
+        zero_stage: how much is sharded (Rajbhandari et al., "ZeRO", 2020). 3: parameters, gradients and optimizer
+            state. 2: parameters are whole from forward to backward. 1: also across backwards without gradient sync, so
+            that several micro-batches communicate once for each optimizer step. 0: nothing is sharded, as in DDP; every
+            rank of the mesh is a replica. In every stage parameters are DTensors between steps, and a checkpoint of one
+            stage is loaded in any other.
         auto_wrap_policy: chooses submodules to shard before ``module``, with the same options or those that it
             returns; see ``fullshard.wrap``. One call on the root is then enough.
         check_values: whether to compare the parameters' values between the ranks, in one pass over them. Ranks with
@@ -120,7 +127,8 @@ def fully_shard(
         ``module`` itself, whose class is now ``FSDP<Name>``, a subclass of :class:`FSDPModule` and of its former class.
 
     Raises:
-        ValueError: something that is not a module; a container without ``forward``; a module that PyTorch has sharded;
+        ValueError: a stage that does not exist, or does not reshard as ``reshard_after_forward`` says; something that
+            is not a module; a container without ``forward``; a module that PyTorch has sharded;
             a mesh, divisor or placement that does not fit; a lazy parameter that is not initialized; a DTensor on the
             same ranks; parameters that an outer module has taken, that share memory with other tensors, or that differ
             between ranks (with ``check_values`` also in their values); a ``CPUOffloadPolicy`` without a CPU backend.
@@ -138,7 +146,7 @@ def fully_shard(
     dims = None if dp_mesh_dims is None else as_setting(dp_mesh_dims, DataParallelMeshDims, "dp_mesh_dims")
     mesh = default_mesh() if mesh is None else mesh
     policies.expect(isinstance(mesh, DeviceMesh), "mesh", mesh, "a DeviceMesh")
-    data = data_mesh(mesh, dims)
+    data = data_mesh(mesh, dims, shards=_stage(zero_stage, reshard_after_forward) > 0)
     device = compute_device(mesh.device_type)
     torch_classes = replicated(modules)
     if auto_wrap_policy is not None:
@@ -146,8 +154,8 @@ def fully_shard(
             for inner, overrides in targets(root, auto_wrap_policy, torch_classes).items():
                 if unit_of(inner) is None:
                     fully_shard(**{**given, "mesh": mesh, "auto_wrap_policy": None, "module": inner, **overrides})
-    after_forward = True if reshard_after_forward is None else reshard_after_forward
-    _after_forward(after_forward, data)  # raise errors before anything is changed
+    after_forward = zero_stage == 3 if reshard_after_forward is None else reshard_after_forward
+    _strategy(zero_stage, after_forward, data)  # raise errors before anything is changed
     if data.shard_group is not None and type(after_forward) is int and after_forward == 1:
         _log.warning("reshard_after_forward=1 keeps parameters whole after forward, as False does; True frees them")
     ignored = () if ignored_params is None else ignored_params
@@ -159,14 +167,14 @@ def fully_shard(
     extents = refuse_overlaps(modules, params)
     move_to_device(params, managed_modules(modules), device, mp_policy.buffer_dtype)
     mp_policy = _keep_batch_norm(mp_policy, params)
-    unit = Unit(modules, device, replace(mp_policy, param_dtype_override_fn=None), reshard_after_forward is None)
+    auto_reshard = reshard_after_forward is None and zero_stage == 3
+    unit = Unit(modules, device, replace(mp_policy, param_dtype_override_fn=None), auto_reshard)
     unit.ignored, unit.extents = {id(param) for param in ignored}, extents
     for own_mesh, sharded in _by_mesh(params, data, shard_placement_fn).items():
         if check_values:
             verify_values(sharded, own_mesh)
-        add_group(
-            unit, sharded, own_mesh, GroupOptions(mp_policy, offload_policy, *_after_forward(after_forward, own_mesh))
-        )
+        strategy = _strategy(zero_stage, after_forward, own_mesh)
+        add_group(unit, sharded, own_mesh, GroupOptions(mp_policy, offload_policy, *strategy))
     borrow(unit)
     attach(unit)
     for target in modules:
@@ -261,12 +269,24 @@ def refuse_torchs(module: nn.Module) -> None:
                 )
 
 
-def _after_forward(choice: bool | int, data: DataMesh) -> tuple[Strategy, DataMesh | None]:
-    """The strategy that ``reshard_after_forward`` asks for, and the post-forward mesh, if there is one."""
+def _stage(stage: int, after_forward: bool | int | None) -> int:
+    """The stage, if there is one of this number and it fits ``reshard_after_forward``."""
+    is_stage = type(stage) is int and stage in range(4)
+    policies.expect(is_stage, "zero_stage", stage, "0, 1, 2 or 3", TypeError if type(stage) is not int else ValueError)
+    if stage < 3 and after_forward not in (None, False):
+        raise ValueError(
+            f"zero_stage={stage} keeps parameters whole from forward to backward, and "
+            f"reshard_after_forward={after_forward!r} does not: leave out one of the two"
+        )
+    return stage
+
+
+def _strategy(stage: int, choice: bool | int, data: DataMesh) -> tuple[Strategy, DataMesh | None]:
+    """The strategy of a stage and ``reshard_after_forward``, and the post-forward mesh, if there is one."""
     what, size = "reshard_after_forward", data.shard_size
     policies.expect(isinstance(choice, int), what, choice, "a bool, an int (how many ranks) or None", ValueError)
-    if data.shard_group is None:
-        return SHARD_GRAD_OP, None
+    if stage < 3 or data.shard_group is None:
+        return ZERO[stage if data.shard_group is not None else 0], None
     if isinstance(choice, bool):
         return FULL_SHARD if choice else SHARD_GRAD_OP, None
     is_factor = choice > 0 and size % choice == 0

@@ -49,13 +49,17 @@ def _refuse_without_launcher() -> None:
 _default_meshes: weakref.WeakValueDictionary[object, DeviceMesh] = weakref.WeakValueDictionary()
 
 
-def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataMesh:
-    """Check ``mesh`` and find its groups. Raises ValueError if its dims, their names or its ranks do not fit,
-    AssertionError if it is 2-D and has no names, RuntimeError if it has no process groups or they were destroyed."""
+def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None, shards: bool = True) -> DataMesh:
+    """Check ``mesh`` and find its groups. Unless it ``shards``, all its data-parallel dims replicate. Raises ValueError
+    if its dims, their names or its ranks do not fit, AssertionError if it is 2-D and has no names, RuntimeError if it
+    has no process groups or they were destroyed."""
     if dims is not None:
-        return _named(mesh, dims)
+        names = mesh.mesh_dim_names or ()
+        replicate = None if shards else tuple(sorted(dims.names, key=lambda name: [*names, name].index(name)))
+        return _named(mesh, DataParallelMeshDims(replicate=replicate) if replicate else dims)
     if mesh.ndim == 1:
-        return DataMesh(mesh, _process_group(mesh, 0))
+        group = _process_group(mesh, 0)
+        return DataMesh(mesh, group) if shards else DataMesh(mesh, None, group)
     if mesh.ndim != 2:
         raise ValueError(
             f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}; name its data-parallel dims with dp_mesh_dims"
@@ -63,7 +67,9 @@ def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Dat
     assert mesh.mesh_dim_names is not None, (
         f"the 2D mesh {mesh} needs mesh_dim_names, as in init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
     )
-    return DataMesh(mesh, _process_group(mesh, 1), _process_group(mesh, 0))
+    if shards:
+        return DataMesh(mesh, _process_group(mesh, 1), _process_group(mesh, 0))
+    return data_mesh(flatten_mesh(mesh, "_".join(mesh.mesh_dim_names)), shards=False)
 
 
 def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:

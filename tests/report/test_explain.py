@@ -72,6 +72,13 @@ def test_a_step_sends_and_keeps_what_was_predicted(world: World, transport: str,
 
 
 @ranks(2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_stage_sends_and_keeps_what_was_predicted(world: World, transport: str, stage: int) -> None:
+    check(sharded("fully_shard", transport, zero_stage=stage), world)
+
+
+@ranks(2)
 @pytest.mark.parametrize("way", ["bf16", "keep", "no prefetch"])
 def test_settings_change_what_is_predicted(world: World, way: str) -> None:
     low = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

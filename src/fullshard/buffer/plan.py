@@ -196,6 +196,16 @@ class Plan:
         return self.select(i for i in range(len(self.params)) if i not in self.zero_copy) if self.zero_copy else self
 
     @property
+    def without_large(self) -> Plan:
+        """The messages of a single rank, in which large parameters are zero-copy."""
+        large = tuple(i for i, param in enumerate(self.params) if param.numel >= self.least_zero_copy)
+        small = self.select(i for i in range(len(self.params)) if i not in large)
+        starts = iter(small.shard_offsets)
+        offsets = tuple(0 if i in large else next(starts) for i in range(len(self.params)))
+        plan = replace(self, full_offsets=offsets, shard_offsets=offsets, full_numel=small.shard_numel)
+        return replace(plan, zero_copy=large, is_messages=True)
+
+    @property
     def messages(self) -> Plan:
         """The same cut, for a full buffer that has the messages of all ranks (*even* only)."""
         numel = self.packed.shard_numel
@@ -225,6 +235,13 @@ class Plan:
         ends = [start + param.numel for param, start in zip(self.params, self.full_offsets, strict=True)]
         edges = zip([0, *ends], [*self.full_offsets, self.full_numel], strict=True)
         return [(end, start) for end, start in edges if end < start]
+
+    def over(self, ranks: int) -> Plan:
+        """The same parameters where they lie, each as a vector, cut by *even* over another number of ranks."""
+        params = tuple(ParamShape(param.name, (param.numel,)) for param in self.params)
+        least = self.least_zero_copy // self.world_size * ranks
+        plan = replace(self, params=params, world_size=ranks, layout="even", least_zero_copy=least, zero_copy=())
+        return _cut(replace(plan, is_messages=False))
 
     def select(self, indices: Iterable[int]) -> Plan:
         """The plan of some of the parameters: cut as here, at the same place in the full buffer, in another shard. Of

@@ -191,6 +191,31 @@ class SlotBuffer:
         self.memory.fill_(0xFF)
 
 
+class OwnBuffer:
+    """A buffer with memory of its own, which is in use like a :class:`SlotBuffer` and takes no turns."""
+
+    takes_turns = False
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.nbytes = memory.numel()
+        self.storage_id = storage_id(memory)
+        self.in_use = False
+
+    def take(self) -> Mark:
+        self.in_use = True
+        return PASSED
+
+    def give_back(self, released: Mark | None = None) -> None:
+        self.in_use = False
+
+    def keep_memory(self, keep: bool) -> None:
+        """Does nothing: its memory stays."""
+
+    def poison(self) -> None:
+        """Does nothing: its values stay."""
+
+
 class Lease:
     """A buffer that belongs to one exchange until it is given back: ``memory`` and what follows it in its storage.
 

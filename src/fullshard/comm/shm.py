@@ -8,27 +8,41 @@ gradient buffers of the others in place. Owns the reductions and the order that 
                                         │ waits for ready 7 of all                     │ waits for done 7 of all
     rank 1    gradients in a slot ── ready 7 ──▶ adds up its part of all slots 7 ── done 7 ──▶ slot 7 may be written
 
-Values that must go to memory that is not shared travel as messages.
+Replicas, which want all of the sum, add up in the slots: each writes its part of the sum to its own slot, where nobody
+else reads, and waits until all have. Values that must go to memory that is not shared travel as messages.
 """
 
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
+from fullshard.buffer.plan import Piece
 from fullshard.buffer.shared_memory import LINE, Address, Counters, File, Segment
 from fullshard.buffer.slots import Lease
 from fullshard.comm.local_ranks import LocalRanks, PassBarrier, find_local_ranks
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.sums import BLOCK, Sum, blocks, check_summable
-from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, SharedMemory, StillRead, Transport, alias
+from fullshard.comm.transport import (
+    PLAIN_SUM,
+    Reduction,
+    Request,
+    Route,
+    SharedMemory,
+    StillRead,
+    Transfer,
+    Transport,
+    alias,
+)
 from fullshard.comm.waits import Wait, lost, named
 from fullshard.device import Pending
+from fullshard.torch_private import foreach_copy
 
 _AHEAD = 64  # reductions that a rank may be ahead of the slowest one
 #: Integers that say what a reduction reads: its number, the group's tag, its parameters, and the slot's address.
@@ -55,7 +69,8 @@ class ShmTransport(Transport):
         rank, size = local_ranks.rank, local_ranks.size
         self.ready = Counters(control, 0, rank, size)
         self.done = Counters(control, LINE * size, rank, size)
-        starts = range(2 * LINE * size, control.address.nbytes, _ENTRIES)
+        self.summed = Counters(control, 2 * LINE * size, rank, size)
+        starts = range(3 * LINE * size, control.address.nbytes, _ENTRIES)
         self.entries = [control.numbers(start, _ENTRIES // 8) for start in starts]
         self.under_way: deque[_PendingShmReduction] = deque()
         self._slots: dict[int, Address] = {}  # this rank's, by where they begin in memory
@@ -74,7 +89,7 @@ class ShmTransport(Transport):
             made: ShmTransport | str = "a rank could not map another rank's memory"
             if isinstance(met, str):
                 made = met
-            elif met.map_together(control := Segment.reserve((2 * LINE + _ENTRIES) * met.size)):
+            elif met.map_together(control := Segment.reserve((3 * LINE + _ENTRIES) * met.size)):
                 made = cls(met, control, messages)
             _known[process_group] = made
         return _known[process_group]
@@ -113,10 +128,19 @@ class ShmTransport(Transport):
         self._routes.add(route)
         return route
 
+    def sum_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route | None:
+        if self.address_of([transfer.full for transfer in transfers]) is None:
+            return None
+        check_summable(transfers)
+        route = _HostSumRoute(self, Request("reduce", transfers, process_group, tag))
+        self._routes.add(route)
+        return route
+
     def reset(self) -> None:
         self.under_way.clear()
         self.ready.set((self.ready.value // _ROUND + 1) * _ROUND)
         self.done.set(self.ready.value)
+        self.summed.set(self.ready.value)
 
     def close_peers_buffers(self) -> None:
         for rank in range(self.local_ranks.size):
@@ -134,8 +158,7 @@ class ShmTransport(Transport):
                     self._forget_slots_of(rank)
                     self._purged[rank] = dropped
             slots = tuple(self._slot_of(rank, reading) for rank in range(self.local_ranks.size))
-            for total in reading.route.sums(slots):
-                total.write(reading.shards, reading.divisor)
+            reading.route.add_up(slots, reading)
             reading.shards = ()  # they are gradients now: the mark by which the slot is taken again must not keep them
             self.done.set(reading.number)
 
@@ -172,7 +195,7 @@ class ShmTransport(Transport):
         """Let go of slots that a rank gave back to the system."""
         self._opened[rank].clear()
         for route in self._routes:
-            route.known.clear()
+            route.forget_slots()
 
     def address_of(self, fulls: Iterable[torch.Tensor]) -> Address | None:
         """Where the other ranks find buffers, if they lie in one slot."""
@@ -248,17 +271,84 @@ class _HostReduceRoute:
         transport.under_way.append(reading)
         return reading
 
+    def forget_slots(self) -> None:
+        self.known.clear()
+
+    def add_up(self, slots: tuple[Segment | None, ...], reading: _PendingShmReduction) -> None:
+        """Write this rank's part of the sums to its shards."""
+        for total in self.sums(slots):
+            total.write(reading.shards, reading.divisor)
+
     @torch.inference_mode(False)
     def sums(self, slots: tuple[Segment | None, ...]) -> list[Sum]:
         """The sums of what lies in the ranks' slots."""
         if slots in self.known:
             return self.known[slots]
         sums = list[Sum]()
-        for section, (plan, full) in enumerate(zip(self._plans, self._fulls, strict=True)):
-            start, numel = self._starts[section], full.numel()
-            fulls = [full if slot is None else slot.tensor(start, numel, full.dtype) for slot in slots]
+        for section, plan in enumerate(self._plans):
+            fulls = self._in_slots(section, slots)
             for piece in plan.pieces(self.transport.local_ranks.rank, section):
                 for block in blocks(piece):
                     terms = [block.of_full(each) for each in fulls]
-                    sums.append(Sum(block, terms, self._shard_dtypes[section], self.transport.scratch))
+                    sums.append(self._sum(block, terms))
         return self.known.setdefault(slots, sums)
+
+    def _in_slots(self, section: int, slots: tuple[Segment | None, ...]) -> list[torch.Tensor]:
+        """A section in the slots of all ranks."""
+        full, start = self._fulls[section], self._starts[section]
+        return [full if slot is None else slot.tensor(start, full.numel(), full.dtype) for slot in slots]
+
+    def _sum(self, block: Piece, terms: Sequence[torch.Tensor]) -> Sum:
+        return Sum(block, terms, self._shard_dtypes[block.section], self.transport.scratch)
+
+
+class _HostSumRoute(_HostReduceRoute):
+    """The sums of some buffers, of which every rank gets all."""
+
+    def __init__(self, transport: ShmTransport, request: Request) -> None:
+        ranks = transport.local_ranks.size
+        over = [transfer._replace(plan=transfer.plan.over(ranks)) for transfer in request.transfers]
+        super().__init__(transport, request._replace(transfers=over))
+        #: How far each parameter lies behind its place in the full buffer when it lies in the shard.
+        self._shifts: list[list[int]] = []
+        for plan, _, _ in request.transfers:
+            starts = plan.shard_offsets or plan.full_offsets
+            self._shifts.append([start - full for start, full in zip(starts, plan.full_offsets, strict=True)])
+        self._others: dict[tuple[Segment | None, ...], list[tuple[Piece, torch.Tensor]]] = {}
+
+    def forget_slots(self) -> None:
+        super().forget_slots()
+        self._others.clear()
+
+    def add_up(self, slots: tuple[Segment | None, ...], reading: _PendingShmReduction) -> None:
+        """Write this rank's part to its shards and, while it is in a cache, to its slot; then copy those of the others
+        from theirs."""
+        transport, shards = self.transport, reading.shards
+        for total in self.sums(slots):
+            total.write(shards, reading.divisor)
+            mine, block = total.block.of_shard(shards[total.block.section]), total.block
+            slot = block.of_full(self._fulls[block.section]).copy_(mine)
+            if slot.dtype != mine.dtype:
+                mine.copy_(slot)  # rounded, as the others see it
+        transport.summed.set(reading.number)
+        transport.local_ranks.wait(transport.summed, reading.number, "a reduction", self.tag)
+        others = self._others.get(slots) or self._others.setdefault(slots, [*self._in_other_slots(slots)])
+        targets = [piece.of_shard(shards[piece.section]) for piece, _ in others]
+        foreach_copy(targets, [values for _, values in others])
+
+    def _sum(self, block: Piece, terms: Sequence[torch.Tensor]) -> Sum:
+        return super()._sum(self._in_whole(block), terms)
+
+    def _in_whole(self, piece: Piece) -> Piece:
+        """A piece of the full buffer and of a shard that has all of it."""
+        starts = self._plans[piece.section].full_offsets
+        shift = self._shifts[piece.section][bisect_right(starts, piece.full_start) - 1]
+        return replace(piece, shard_start=piece.full_start + shift, shard_stride=piece.full_stride)
+
+    @torch.inference_mode(False)
+    def _in_other_slots(self, slots: tuple[Segment | None, ...]) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """What the other ranks add up, and where they have it."""
+        for section, plan in enumerate(self._plans):
+            for rank, full in enumerate(self._in_slots(section, slots)):
+                for piece in plan.pieces(rank, section) if slots[rank] is not None else ():
+                    yield self._in_whole(piece), piece.of_full(full)

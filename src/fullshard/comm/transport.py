@@ -119,7 +119,9 @@ class _LocalRoute:
             for full, shard in self._gathered:
                 full.copy_(shard, non_blocking=True)
             for piece, full in self._reduced:
-                piece.of_shard(shards[piece.section]).copy_(full / reduction.divisor)
+                piece.of_shard(shards[piece.section]).copy_(
+                    full if reduction.divisor == 1 else full / reduction.divisor
+                )
         return Done()
 
 
@@ -219,6 +221,11 @@ class Transport:
         group this rank's values are the sum. Errors as for a gather, and a TypeError for a dtype that is not added up.
         """
         return self._checked_route("reduce", transfers, process_group, tag)
+
+    def sum_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route | None:
+        """The route from partial to replicated: like a reduction without other ranks, of the sum over all ranks.
+        ``None`` if that is left to the all-reduce of the backend (:mod:`fullshard.comm.all_reduce`)."""
+        return None
 
     def _checked_route(
         self, direction: Direction, transfers: Sequence[Transfer], process_group: dist.ProcessGroup | None, tag: int

@@ -127,10 +127,10 @@ def named(tag: int) -> str:
 
 
 @contextmanager
-def waiting(what: str, process_group: dist.ProcessGroup | None) -> Iterator[None]:
+def waiting(what: str, process_group: dist.ProcessGroup | None, tag: int = -1) -> Iterator[None]:
     """A context of a wait for the ranks of a process group. Raises PeerFailureError if a backend says that one is
     lost."""
-    wait = Wait(what, process_group)
+    wait = Wait(what, process_group, tag)
     before = WAITS.change(wait)
     try:
         yield

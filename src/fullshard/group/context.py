@@ -123,6 +123,23 @@ class GroupContext:
         return policy if dtype is None else replace(policy, param_dtype=dtype)
 
     @property
+    def adds_whole(self) -> bool:
+        """Whether replicas that have all parameters add up whole gradients, and no function of the user does."""
+        is_native = self.options.all_reduce is None and self.options.all_reduce_hook is None
+        return is_native and self.data.shard_group is None and self.data.replicate_size > 1
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether large ones among these stay where autograd made them."""
+        return self.adds_whole and not self.reduce_transport.compares_reductions and not self.is_flat
+
+    @property
+    def gradient_buffers(self) -> int:
+        """How many gradient buffers may be in use at once."""
+        least = 2 if self.adds_whole else 1
+        return self.options.max_gradient_buffers or max(least, self.reduce_transport.gradient_buffers)
+
+    @property
     def offloads_state(self) -> bool:
         """Whether the state of optimizers, and no parameters, is copied to the CPU after each step."""
         offload = self.options.offload

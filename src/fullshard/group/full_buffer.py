@@ -2,8 +2,9 @@
 
 Owns the memory of the unsharded parameters, which are views of it, and the versions that tell autograd whether values
 that it saved are still there. A transition that fails leaves the buffer SHARDED, and gives back all that it took.
-:class:`GatheredBuffer` gathers into a slot. :class:`MappedBuffer` is in memory that the ranks of a host share, and has
-nothing to gather. The group decides when to gather, and what the modules show.
+:class:`GatheredBuffer` gathers into a slot. :class:`WholeBuffer` is the shard of a rank that has all of it, and
+:class:`MappedBuffer` is in memory that the ranks of a host share: both have nothing to gather. The group decides when
+to gather, and what the modules show.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard
 from fullshard import torch_private as private
 from fullshard.buffer.sections import full_bytes, full_views, shard_bytes, shard_views
 from fullshard.buffer.shared import SharedBuffer
-from fullshard.buffer.slots import SlotBuffer
+from fullshard.buffer.slots import OwnBuffer, SlotBuffer
 from fullshard.comm.transport import Route, Transfer
 from fullshard.device import PASSED, Pending, mark_now
 from fullshard.group.context import GroupContext
@@ -103,7 +104,7 @@ class FullBuffer:
         state: where the values are.
     """
 
-    buffer: SlotBuffer | SharedBuffer
+    buffer: SlotBuffer | SharedBuffer | OwnBuffer
 
     def __init__(self, group: GroupContext, shard: ShardBuffer) -> None:
         self._group = group
@@ -236,6 +237,7 @@ class FullBuffer:
         return small.shown
 
     def _discard_writes(self) -> None:
+        """Let the next gather begin anew."""
         self._values = None
 
     def use_pool(self) -> None:
@@ -317,6 +319,39 @@ class GatheredBuffer(FullBuffer):
     def use_pool(self) -> None:
         self.buffer.change_pool(self._group.parameter_pool)
         self._staging, self._shard.staged_views, self._route = None, (), None
+
+
+class WholeBuffer(FullBuffer):
+    """A full buffer that is the shard itself, where one rank has all of it: nothing is gathered, and writes stay."""
+
+    buffer: OwnBuffer
+
+    def __init__(self, group: GroupContext, shard: ShardBuffer) -> None:
+        super().__init__(group, shard)
+        assert shard.memory is not None
+        self.buffer = OwnBuffer(shard.memory)
+
+    def is_current(self) -> bool:
+        if self._was_written():
+            self.let_read(True)
+        return True
+
+    def _was_written(self) -> bool:
+        """Whether the shard was written since the last use. If so, what autograd saved of it is gone."""
+        values, before = (self._group.step.forwards, self.count_writes()), self._values
+        self._values = values
+        if before is None or before[1] == values[1]:
+            return False
+        self._versions = tuple(version + 1 for version in self._versions)
+        return True
+
+    def gather(self) -> None:
+        self.change_state(State.GATHERING)
+        self.buffer.take()
+        self._was_written()
+        self._group.step.written.wait()
+        with self._group.step.log("gather", self._group, moves=False) or nullcontext():
+            pass
 
 
 class MappedBuffer(FullBuffer):

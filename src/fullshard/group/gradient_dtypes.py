@@ -52,8 +52,11 @@ class GradientDtypes:
             members.setdefault((home, travel), []).append(index)
         return list(members.items())
 
-    def sections(self, trainable: Sequence[bool]) -> tuple[tuple[Section, ...], list[torch.dtype]]:
-        """A section for each dtype of ``param.grad``, and the dtypes in which these travel."""
+    def sections(
+        self, trainable: Sequence[bool], keeps_whole: bool = False
+    ) -> tuple[tuple[Section, ...], list[torch.dtype]]:
+        """A section for each dtype of ``param.grad``, and the dtypes in which these travel. With ``keeps_whole`` large
+        gradients are not in the buffer."""
         group = self._group
         if group.is_flat:  # parameters must be cut where their shards are: the frozen ones travel too
             sections = tuple(each for each in group.sections if any(trainable[i] for i in each.members))
@@ -63,6 +66,8 @@ class GradientDtypes:
         for (home, travels), members in chosen:
             # The one copy into a message also casts; zero-copy gradients would be cast one by one.
             plan = group.plan(members, casts=any(group.compute_dtype(group.params[i]) != travels for i in members))
+            if keeps_whole and home == travels:
+                plan = plan.without_large
             found.append(Section(home, tuple(members), plan.messages if as_messages else plan))
         return tuple(found), [travels for (_, travels), _ in chosen]
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from fullshard.buffer.messages import zero_copy_in
-from fullshard.buffer.sections import full_bytes, full_views
+from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.device import HoldingMark
 from fullshard.group.context import GroupContext
@@ -48,6 +48,7 @@ class Gradients:
         self.attach(full, module_params)
         self._dtypes_of = GradientDtypes(group)
         self._trainable: tuple[bool, ...] = ()  # the parameters that the layout is made for
+        self._keeps_whole = True  # whether replicas may add up large gradients where autograd made them
         self._nothing: list[torch.Tensor | None] = [None] * len(group.params)
         self._expected = self._nothing  # leaves whose gradients are still to come, once one has come
         self._writes = False  # whether the buffer takes gradients; while a reduction reads it, it does not
@@ -239,7 +240,7 @@ class Gradients:
         """Get the buffer to write to, once few enough reductions read theirs."""
         group = self._group
         # Modules of one group may run at different times. Then an earlier reduction may still read this buffer.
-        buffers = group.options.max_gradient_buffers or group.reduce_transport.gradient_buffers
+        buffers = group.options.max_gradient_buffers or self._most_buffers
         group.comm.reductions.wait_for_oldest(0 if self._buffer.in_use else buffers - 1, buffers)
         self._buffer.take().wait()
         self._writes = True
@@ -252,7 +253,8 @@ class Gradients:
         if self._writes:
             self._buffer.give_back()
         self._trainable = ()  # until all of it is done
-        self._sections, dtypes = self._dtypes_of.sections(trainable)
+        self._adds_whole, self._most_buffers = group.adds_whole, group.gradient_buffers
+        self._sections, dtypes = self._dtypes_of.sections(trainable, self._keeps_whole and group.keeps_whole)
         pool = group.gradient_pool
         self._buffer: SlotBuffer = SlotBuffer(pool, full_bytes(self._sections, dtypes))
         self._buffer.takes_turns = group.options.strategy.after_forward is not Placement.REPLICATED
@@ -263,7 +265,7 @@ class Gradients:
         fulls = self._fulls = full_views(self._buffer.memory, self._sections, dtypes)
         make = MessageViews if self._sections and self._sections[0].plan.is_messages else WholeViews
         views = self._views = make(group.params, self._sections, fulls)
-        self._plans: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
+        self._plans: dict[tuple[frozenset[int], bool, bool], ReductionPlan] = {}
         self._gaps: list[torch.Tensor] = []  # parts that travel although no gradient fills them
         if group.is_flat:
             self._gaps += [view for index, view in views.views.items() if not trainable[index]]
@@ -313,8 +315,13 @@ class Gradients:
                 self._views.zero(index)
         for gap in self._gaps:
             gap.zero_()
-        is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
-        plan = self._plans.get((wanted, is_final)) or self._plan_reduction(wanted, is_final)
+        sums = self._adds_whole and group.options.strategy.all_reduces and not self._partial
+        if self._adds_whole and not sums and self._views.kept:
+            self._keeps_whole = False
+            self._begin_anew()
+            return self.reduce()
+        is_final = (sums or group.data.replicate_group is None) and group.options.all_reduce_hook is None
+        plan = self._plans.get((wanted, is_final, sums)) or self._plan_reduction(wanted, is_final, sums)
         reductions, lane = group.comm.reductions, group.comm.lanes.reduce
         zero_copy = list(map(self._views.zero_copy.pop, plan.zero_copy))
         dropped = reductions, reductions.drops
@@ -327,13 +334,18 @@ class Gradients:
                 mark = lane.run(reducing.start, reducing.scattered)
         reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, zero_copy, self._buffer.give_back))
 
-    def _plan_reduction(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
+    def _plan_reduction(self, wanted: frozenset[int], is_final: bool, sums: bool) -> ReductionPlan:
         """Make the plan of a reduction of these parameters. Usually every step has the same."""
         group, parts = self._group, list[Part]()
+        chosen = list[tuple[Section, torch.Tensor, tuple[int, ...]]]()
         for section, full in zip(self._sections, self._fulls, strict=True):
             positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
-            if not positions:
-                continue
+            # Whole gradients are tensors of their own: the heap keeps no freed memory of more than 32 MiB in one piece.
+            apart = [(each,) for each in positions] if sums and not group.is_flat else [positions]
+            chosen += [(section, full, each) for each in apart if each]
+        kept = self._views.kept if sums else frozenset[int]()
+        chosen.sort(key=lambda each: each[0].members[each[2][0]] in kept)
+        for section, full, positions in chosen:
             plan = section.plan.select(positions)
             members = section.members if group.is_flat else [section.members[position] for position in positions]
             shard = torch.empty(plan.shard_numel, device="meta")
@@ -352,8 +364,10 @@ class Gradients:
             parts.append(Part(tuple(i for i, _ in grads), plan, full, allocate, home, chunks, lengths))
         beside = zero_copy_in(part.plan for part in parts if part.plan.is_messages)
         zero_copy = [parts[each.section].indices[each.param] for each in beside]
-        self._plans[wanted, is_final] = ReductionPlan(parts, is_final, zero_copy)
-        return self._plans[wanted, is_final]
+        zero_copy = zero_copy or [index for part in parts for index in part.indices if index in kept]
+        packed = parts[: len(parts) - len(zero_copy)] if sums else parts
+        made = self._plans[wanted, is_final, sums] = ReductionPlan(parts, is_final, sums, packed, zero_copy)
+        return made
 
     def discard(self) -> None:
         """Drop all gradients that are not in ``param.grad`` yet."""

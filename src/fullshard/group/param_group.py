@@ -21,7 +21,7 @@ import torch.nn as nn
 from fullshard.comm.transport import Transport
 from fullshard.group.comm_context import CommContext
 from fullshard.group.context import GroupContext
-from fullshard.group.full_buffer import FullBuffer, GatheredBuffer, MappedBuffer, State
+from fullshard.group.full_buffer import FullBuffer, GatheredBuffer, MappedBuffer, State, WholeBuffer
 from fullshard.group.gradients import Gradients
 from fullshard.group.module_parameters import ModuleParameters
 from fullshard.group.owners import register_sharded
@@ -68,8 +68,8 @@ class ParamGroup(GroupContext):
         """Lay the parameters out and copy their values into the group's shard."""
         self.lay_out()
         self.shard = ShardBuffer(self)
-        shared = self.shard.shared
-        self.full: FullBuffer = MappedBuffer(self, self.shard, shared) if shared else GatheredBuffer(self, self.shard)
+        shared, alone = self.shard.shared, WholeBuffer if self.shard.is_full else GatheredBuffer
+        self.full: FullBuffer = MappedBuffer(self, self.shard, shared) if shared else alone(self, self.shard)
         self.full.buffer.keep_memory(self.options.keep_unsharded_storage)
         for param in self.params:
             param.unsharded = None
@@ -150,7 +150,7 @@ class ParamGroup(GroupContext):
 
     def reshard_after_backward(self) -> None:
         """Bring the parameters to the placement that they have after a backward."""
-        if self.options.strategy.after_backward is Placement.SHARDED:
+        if self.options.strategy.reshards:
             self.reshard()
 
     def leave_unsharded(self) -> None:

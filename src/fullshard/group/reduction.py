@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fullshard.buffer.plan import Plan
 from fullshard.buffer.slots import SlotBuffer
+from fullshard.comm.all_reduce import sum_route
 from fullshard.comm.transport import Reduction, Route, StillRead, Transfer
 from fullshard.comm.waits import waiting
 from fullshard.device import Done, HoldingMark, Pending, beside, copy_to_host, is_host
@@ -44,6 +45,8 @@ class ReductionPlan:
 
     parts: Sequence[Part]
     is_final: bool  # whether the reduce-scatter gives the final values, so that they may be written in their own dtype
+    sums: bool  # whether the route includes the replicas, each of which has all of the parameters
+    packed: Sequence[Part]  # the first of the parts: all but zero-copy gradients in which the replicas add up
     zero_copy: Sequence[int]  # parameters whose gradients are not in the buffer
     route: Route | None = None  # once a reduction was started
 
@@ -65,16 +68,23 @@ class PendingReduction:
 
     def start(self) -> Pending:
         group, plan = self._group, self._plan
-        outputs = self._outputs = [part.allocate() for part in plan.parts]
+        outputs = self._outputs = [part.allocate() for part in plan.packed]
         if group.is_flat:  # all of the shard is shown, its padding too
             for part, output in zip(plan.parts, outputs, strict=True):
                 output[part.plan.owned_numel(group.data.shard_rank) :].zero_()
         factor = group.options.divide_factor
         divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
         if plan.route is None:
-            transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, outputs, strict=True)]
-            plan.route = group.reduce_transport.reduce_route(transfers, group.reduce_process_group, group.tag)
+            transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, outputs, strict=False)]
+            if plan.sums:
+                assert group.data.replicate_group is not None
+                over = group.data.replicate_group
+                plan.route = sum_route(group.reduce_transport, transfers, over, group.tag, group.device)
+            else:
+                plan.route = group.reduce_transport.reduce_route(transfers, group.reduce_process_group, group.tag)
         self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._zero_copy)
+        if plan.sums:
+            self._outputs = [*outputs, *self._zero_copy]
         self._zero_copy = ()  # the started communication holds them, or the caller
         return self._pending
 
@@ -88,7 +98,7 @@ class PendingReduction:
         if self._plan.is_final:
             self._hand_over() if group.offloads else self.accumulate()
             return
-        if group.data.replicate_group is not None:
+        if group.data.replicate_group is not None and not self._plan.sums:
             for index, local in self._locals():
                 if index in self._partial:
                     local.add_(self._partial.pop(index))
@@ -104,7 +114,7 @@ class PendingReduction:
 
     def start_all_reduce(self) -> Pending:
         group, options = self._group, self._group.options
-        if group.data.replicate_group is not None:
+        if group.data.replicate_group is not None and not self._plan.sums:
             all_reduce = options.all_reduce or partial(dist.all_reduce, group=group.data.replicate_group)
             with waiting(f"the all-reduce of {group.title}", group.data.replicate_group):
                 for output in self._outputs:

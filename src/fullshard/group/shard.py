@@ -35,6 +35,7 @@ class ShardBuffer:
         dtypes = [section.dtype for section in group.sections]
         self.nbytes = shard_bytes(group.sections, dtypes)
         self.views: tuple[torch.Tensor, ...] = ()
+        self.memory: torch.Tensor | None = None  # of the views, if they are the full buffer
         self.is_unmapped = self._may_share()  # whether ranks that are to share memory have not mapped it yet
         self.shared: SharedChunks | None = None
         if self.is_unmapped and not self.is_meta:
@@ -48,7 +49,12 @@ class ShardBuffer:
         self.written = self.views or tuple(self.chunks.values())  # tensors whose versions count the writes
         self.staged_views: tuple[torch.Tensor, ...] = ()
         is_like = dtypes == group.compute_dtypes and not (group.offloads and not is_host(device))
-        self.needs_staging = group.data.shard_group is not None and not is_like  # without other ranks a gather casts
+        is_alone = group.data.shard_group is None
+        self.needs_staging = not is_alone and not is_like  # without other ranks a gather casts
+        #: Whether the shard is the full buffer: it has every parameter, as the modules use it.
+        self.is_full = is_alone and is_like and all(section.plan.is_rank_major for section in group.sections)
+        self.is_full = self.is_full and not any(param.extends for param in group.params)
+        self.memory = self.memory if self.is_full else None
         self.poisons = os.environ.get("FULLSHARD_DEBUG", "0") not in ("", "0")
 
     def _may_share(self) -> bool:
@@ -80,7 +86,7 @@ class ShardBuffer:
         else:
             memory = group.transport.private.allocate(nbytes, group.device)
         memory.zero_()  # padding travels too and is never read: make it the same every time
-        self.views = shard_views(memory, group.sections, dtypes)
+        self.memory, self.views = memory, shard_views(memory, group.sections, dtypes)
         chunks: dict[int, torch.Tensor] = {}
         for section, view in zip(group.sections, self.views, strict=True):
             chunks.update(chunk_views(group.params, section.members, section.plan, view, group.data.shard_rank))

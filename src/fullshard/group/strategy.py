@@ -3,16 +3,18 @@
 A mesh has a dim over which a group is sharded, and one over which it is replicated; either may have one rank.
 Parameters are sharded between steps, and replicated in the passes that use them::
 
-    strategy             parameters after          gradients after a backward      optimizer
-                         forward       backward    over shards   over replicas     state
-    FULL_SHARD           sharded       sharded     sharded       replicated        sharded
-      on a smaller mesh  sharded less  sharded     sharded       replicated        sharded
-    SHARD_GRAD_OP        replicated    sharded     sharded       replicated        sharded
-    HYBRID_SHARD         as FULL_SHARD, on a mesh with replicas
-    NO_SHARD             as SHARD_GRAD_OP, on a mesh of replicas only: what is sharded over one rank is whole
+    strategy              parameters after          gradients after a backward      optimizer
+                          forward       backward    over shards   over replicas     state
+    ZeRO-3, FULL_SHARD    sharded       sharded     sharded       replicated        sharded
+      on a smaller mesh   sharded less  sharded     sharded       replicated        sharded
+    ZeRO-2, SHARD_GRAD_OP replicated    sharded     sharded       replicated        sharded
+    ZeRO-1                replicated    sharded     sharded       replicated        sharded
+    HYBRID_SHARD          as FULL_SHARD, on a mesh with replicas
+    ZeRO-0, NO_SHARD      as ZeRO-1, on a mesh of replicas only: what is sharded over one rank is whole
 
-    without sync         -             -           partial       partial           -
-    without all-reduce   -             -           sharded       partial           -
+    without sync          -             -           partial       partial           -
+      ZeRO-1              -             replicated  partial       partial           -
+    without all-reduce    -             -           sharded       partial           -
 
 What takes a tensor from one placement to the next:
 
@@ -45,12 +47,18 @@ class Strategy:
 
     after_forward: Placement = Placement.SHARDED  # of parameters
     after_backward: Placement = Placement.SHARDED
+    without_sync: Placement = Placement.SHARDED  # of parameters, after a backward that reduces nothing
     gradients: Placement = Placement.SHARDED  # after a backward, over the ranks that shard
     gradients_of_replicas: Placement = Placement.REPLICATED  # and over those that replicate
 
     def switched(self, **columns: bool) -> Strategy:
         """The row with some columns switched on or off, as in the line of the switch in the table."""
         return replace(self, **{column: _SWITCHES[column][on] for column, on in columns.items()})
+
+    @cached_property
+    def reshards(self) -> bool:
+        """Whether parameters are sharded again after a backward."""
+        return self.after_backward is Placement.SHARDED and (self.reduces or self.without_sync is Placement.SHARDED)
 
     @cached_property
     def reduces(self) -> bool:
@@ -72,3 +80,6 @@ _SWITCHES = {
 }
 FULL_SHARD = Strategy()
 SHARD_GRAD_OP = FULL_SHARD.switched(after_forward=False)
+ZERO_1 = replace(SHARD_GRAD_OP, without_sync=Placement.REPLICATED)
+#: The rows of the ZeRO stages.
+ZERO = ZERO_1, ZERO_1, SHARD_GRAD_OP, FULL_SHARD

@@ -107,6 +107,7 @@ class GroupFacts:
         transport: the name of its transport, and in ``why`` the reason for it.
         adds_in_fp32: whether gradients of low precision are added up in fp32.
         shares: whether the ranks of a host share the memory of its full buffer. Then a gather copies nothing.
+        is_full: whether its shard is its full buffer: no rank has a part of it alone, and nothing is cast.
         reshards: whether it is resharded after forward.
         offload: what is stored on the CPU: ``""``, ``"parameters"`` or ``"optimizer state"``.
         gradient: its gradient buffer, whole, in the reduce dtype.
@@ -146,6 +147,7 @@ class GroupFacts:
     why: str
     adds_in_fp32: bool
     shares: bool
+    is_full: bool
     reshards: bool
     offload: str
     gradient: int
@@ -314,9 +316,11 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
     small = [] if post_forward_mesh is None else [section.over(post_forward_mesh.shard_size) for section in sections]
     private, peers = group.transport.private, (data.shard_size - 1) * own
     gather = ExchangeFacts() if shares else _exchange(private.gather_route, data.shard_group, sections, computed)
-    gradients, travelling = GradientDtypes(group).sections([param.sharded.requires_grad for param in group.params])
+    trainable = [param.sharded.requires_grad for param in group.params]
+    gradients, travelling = GradientDtypes(group).sections(trainable, group.keeps_whole)
     beside = zero_copy_in(section.plan for section in gradients if section.plan.is_messages)
     zero_copy = (each.numel * data.shard_size * travelling[each.section].itemsize for each in beside)
+    reads = group.adds_whole and group.reduce_transport.compares_reductions  # in shared memory
     made = (math.prod(p.shape) * group.compute_dtype(p).itemsize for p in group.params if p.sharded.requires_grad)
     return GroupFacts(
         name=", ".join(names.get(id(module), "?") for module in unit.modules),
@@ -340,6 +344,7 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
         why=_why(group),
         adds_in_fp32=group.reduce_transport.adds_in_fp32,
         shares=shares,
+        is_full=memory.is_full,
         reshards=group.options.strategy.after_forward is not Placement.REPLICATED and not keeps and not is_whole,
         offload="parameters" if group.offloads else "optimizer state" if group.offloads_state else "",
         gradient=full_bytes(gradients, travelling),
@@ -354,8 +359,8 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
             private.gather_route, post_forward_mesh.shard_group if post_forward_mesh else None, small, computed
         ),
         reduction=_reduction(group, gradients, travelling),
-        all_reduce_sent=2 * shard_bytes(gradients, travelling) * (data.replicate_size - 1) // data.replicate_size,
-        gradient_buffers=group.options.max_gradient_buffers or group.reduce_transport.gradient_buffers,
+        all_reduce_sent=0 if reads else _all_reduced(group, gradients, travelling),
+        gradient_buffers=group.gradient_buffers,
         communicates=not is_whole and data.shard_size > 1,
         parameters=tuple(_parameters(group, names)),
         starts=tuple(full_starts(sections, computed)),
@@ -391,6 +396,8 @@ def _exchange(
 
 def _reduction(group: ParamGroup, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> ExchangeFacts:
     over, transport = group.reduce_process_group, group.reduce_transport
+    if group.adds_whole and transport.compares_reductions:
+        return ExchangeFacts(read=_all_reduced(group, sections, dtypes))
     if over is not None and transport.compares_reductions:  # ranks share memory
         pairs = zip(sections, dtypes, strict=True)
         nbytes = sum(section.plan.owned_numel(over.rank()) * dtype.itemsize for section, dtype in pairs)
@@ -398,6 +405,11 @@ def _reduction(group: ParamGroup, sections: Sequence[Section], dtypes: Sequence[
     is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
     shard_dtypes = [section.dtype for section in sections] if is_final else dtypes
     return _exchange(transport.reduce_route, over, sections, dtypes, shard_dtypes)
+
+
+def _all_reduced(group: ParamGroup, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
+    """Bytes that a rank sends in an all-reduce over replicas, or reads."""
+    return 2 * shard_bytes(sections, dtypes) * (group.data.replicate_size - 1) // group.data.replicate_size
 
 
 def _why(group: ParamGroup) -> str:

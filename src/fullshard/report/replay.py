@@ -115,7 +115,9 @@ class Replay:
         self.events: list[Event] = []
         self.peaks: dict[Pass, tuple[Part, ...]] = {}
         self._during: Pass = "forward"
-        self._fulls = _Buffers((0 if group.shares else group.whole, group.reshards) for group in self._groups)
+        in_place = [group.shares or group.is_full for group in self._groups]
+        wholes = (0 if here else group.whole for here, group in zip(in_place, self._groups, strict=True))
+        self._fulls = _Buffers(zip(wholes, (group.reshards for group in self._groups), strict=True))
         self._gradients = _Buffers((group.gradient, group.reshards) for group in self._groups)
         self._copies = _Buffers((group.staged, True) for group in self._groups)
         self._staging = Staging()
@@ -204,7 +206,7 @@ class Replay:
             return
         reuses = self._during == "backward" and buffer.slot is not None and at in self._values
         self._state[at] = "whole" if reuses or group.shares else "gathering"
-        if not group.shares:
+        if not (group.shares or group.is_full):
             buffer.take()
         if self._state[at] == "whole":
             return
@@ -262,11 +264,13 @@ class Replay:
         if group.gradient < MOST_WAITING:
             self._take_gradient_buffer(at)
         self._reducing.append(at)
+        if group.ranks == 1:  # the gradients that autograd made become those of the parameters
+            self._zero_copy.discard(at)
         self._reduced["gradients" + group.offloaded] += group.reduced
         self._lease_staging("reduce", at, group.reduction.staging)
-        if group.ranks > 1:
+        if group.ranks > 1 or group.reduction.read:
             self._record("reduce", at, group.reduction.sent, group.ranks)
-        if group.replicas > 1:
+        if group.all_reduce_sent:
             self._record("all-reduce", at, group.all_reduce_sent, group.replicas)
         self._note_peak()
 

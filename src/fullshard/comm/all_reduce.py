@@ -1,0 +1,96 @@
+"""Sums over replicas, each of which has all of the parameters.
+
+Large gradients are added up in the tensors that autograd made, small ones in the runs of a buffer, each by an
+all-reduce of the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.process_group import backend_name
+from fullshard.comm.sums import Scaling, choose_scaling, divide_
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Route, Transfer, Transport, alias
+from fullshard.comm.waits import waiting
+from fullshard.device import Pending, is_host
+
+
+def sum_route(
+    transport: Transport,
+    transfers: Sequence[Transfer],
+    process_group: dist.ProcessGroup,
+    tag: int,
+    device: torch.device,
+) -> Route:
+    """The route by which replicas add up what they have in buffers of ``transport``, and beside these."""
+    route = transport.sum_route(transfers, process_group, tag)
+    if route is not None:
+        return route
+    return AllReduceRoute(transport.reduce_route(transfers, None, tag), transfers, process_group, tag, device)
+
+
+class AllReduceRoute:
+    """The route from partial to replicated. A start adds up, in place, what the ranks have in the full buffers and in
+    the tensors that it is given beside these. Then ``local`` copies the values of the buffers to the shards."""
+
+    staging = 0
+
+    def __init__(
+        self,
+        local: Route,
+        transfers: Sequence[Transfer],
+        process_group: dist.ProcessGroup,
+        tag: int,
+        device: torch.device,
+    ) -> None:
+        self._local, self._group, self._tag = local, process_group, tag
+        self._is_host, self._backend = is_host(device), backend_name(process_group, device)
+        spans = list[tuple[torch.Tensor, int, int]]()  # runs of elements in full buffers
+        for plan, full, _ in transfers:
+            for param, start in zip(plan.params, plan.full_offsets, strict=True):
+                before, first, end = spans[-1] if spans else (full, 0, -plan.alignment)
+                if before is full and 0 <= start - end < plan.alignment:
+                    spans[-1] = full, first, start + param.numel
+                elif param.numel:
+                    spans.append((full, start, start + param.numel))
+        self._runs = [alias(full)[first:end] for full, first, end in spans]
+        size = process_group.size()
+        self.sent = 2 * (size - 1) * sum(run.nbytes for run in self._runs) // size
+
+    def start(
+        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
+    ) -> Pending:
+        pending = _PendingAllReduces(self, shards)
+        for values in (*zero_copy, *self._runs):
+            scaling = choose_scaling(values.dtype, self._group.size(), *reduction, self._backend)
+            if values.dtype == torch.float16:  # no term may overflow the sum of all
+                scaling = Scaling(before=reduction.divisor)
+            values = torch.view_as_real(values) if values.is_complex() else values
+            divide_(values, scaling.before)
+            pending.works.append(dist.all_reduce(values, scaling.op, self._group, async_op=self._is_host))
+            pending.divided.append((values, scaling.after))
+        return pending
+
+    def finish(self, pending: _PendingAllReduces) -> None:
+        with waiting("an all-reduce", self._group, self._tag):
+            for work in pending.works:
+                if work is not None:
+                    work.wait()
+        for values, divisor in pending.divided:
+            divide_(values, divisor)
+        self._local.start(pending.shards)
+
+
+class _PendingAllReduces:
+    """All-reduces on their way, what still divides each, and the shards that get the values of the buffers."""
+
+    def __init__(self, route: AllReduceRoute, shards: Sequence[torch.Tensor]) -> None:
+        self._route, self.shards = route, shards
+        self.works: list[dist.Work | None] = []
+        self.divided: list[tuple[torch.Tensor, float]] = []
+
+    def finish(self) -> None:
+        self._route.finish(self)
