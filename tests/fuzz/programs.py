@@ -220,7 +220,8 @@ class _Generator:
             by = "policy"
         groups = self.groups(model, wraps, by)
         resting: list[Any] = [2] if world == 4 and not mesh and not wraps else []
-        reshard = [None, None, None, True, True, False, *resting]
+        stage = 3 if wraps else self.choose({3: 6, 2: 1, 1: 2, 0: 2})
+        reshard = [None, None, None, True, True, False, *resting] if stage == 3 else [None, False]
         if by == "calls":
             groups = [replace(group, reshard=self.random.choice(reshard)) for group in groups]
         else:
@@ -242,6 +243,7 @@ class _Generator:
             override=not wraps and self.chance(0.3),
             offload=self.chance(0.1),
             original=original,
+            stage=stage,
             strategy=strategy if wraps else "FULL_SHARD",
             settings=() if wraps else self.settings(model),
             options=self.options() if wraps else (),

@@ -49,6 +49,7 @@ class Sharding:
     override: bool = False
     offload: bool = False
     original: bool = True
+    stage: int = 3
     strategy: str = "FULL_SHARD"
     settings: tuple[tuple[str, Any], ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
@@ -134,6 +135,7 @@ def _fully_shard(model: Any, sharding: Sharding, size: int) -> Any:
             sharding.cast_inputs,
             param_dtype_override_fn=own_dtype_of_scalars if sharding.override else None,
         ),
+        "zero_stage": sharding.stage,
         "shard_placement_fn": None
         if sharding.cut == "first"
         else lambda parameter: _placement(parameter, sharding.cut),

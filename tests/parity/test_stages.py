@@ -16,7 +16,7 @@ import fullshard
 from fullshard.buffer import plan
 from tests.harness import World, everywhere, ranks
 from tests.harness.compare import Precision, Training, adamw, compare, each_block, sgd, whole
-from tests.harness.models import MLP, OddParameters, Transformer, random_batch, seeded, token_batch
+from tests.harness.models import MLP, Branches, OddParameters, Transformer, random_batch, seeded, token_batch
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 LAST = 2
@@ -92,6 +92,7 @@ def test_offloaded_parameters(world: World, stage: int) -> None:
     check(world, stage_of(stage, options={"offload_policy": fullshard.CPUOffloadPolicy()}))
 
 
+@everywhere
 @ranks(2)
 def test_replicas_that_add_up_some_micro_batches_only(world: World) -> None:
     """Sums over one rank are kept beside gradients that are to be added up where autograd made them."""
@@ -175,6 +176,17 @@ def test_a_checkpoint_of_one_stage_is_loaded_in_another(world: World, saved: int
         chosen.step()
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(whole(one), whole(two))
+
+
+@everywhere
+@ranks(2)
+def test_replicas_with_gradients_of_different_parameters_say_so(world: World) -> None:
+    model: Any = seeded(Branches)
+    with every_parameter_is_large():
+        fullshard.fully_shard(model, zero_stage=0)
+        used = torch.tensor([world.rank == 0, world.rank == 1, False])  # of one shape: sums would be of both
+        with pytest.raises(RuntimeError, match="parameters"):
+            model(torch.ones(2, 6), used).sum().backward()
 
 
 @ranks(2)

@@ -20,7 +20,7 @@ from fullshard.comm import collective
 from fullshard.device import CPU, current_stream, streams_of
 from tests.group import test_extension
 from tests.harness import World, ranks
-from tests.harness.compare import Training, adamw, compare, each_block, sgd
+from tests.harness.compare import Precision, Training, adamw, compare, each_block, sgd
 from tests.harness.models import MLP, random_batch, seeded
 from tests.harness.wrapper import wrap_blocks
 from tests.parity import (
@@ -33,6 +33,7 @@ from tests.parity import (
     test_precision,
     test_settings,
     test_sharding,
+    test_stages,
     test_stale_reads,
     test_wrapper_flat,
     test_wrapper_original,
@@ -134,6 +135,12 @@ WAYS: dict[str, Callable[[World], None]] = {
     ),
     "not gathered in backward": test_settings.test_embedding_that_is_not_gathered_in_backward,
     "shared communication": test_settings.test_two_roots_that_share_their_communication,
+    "stage 0": partial(test_stages.test_stages, stage=0, optimizer=adamw),
+    "stage 0, accumulated": partial(test_stages.test_micro_batches, stage=0),
+    "stage 0, large gradients": partial(
+        test_stages.test_gradients_are_added_up_where_autograd_made_them, precision=Precision()
+    ),
+    "stage 1, accumulated": partial(test_stages.test_micro_batches, stage=1),
     "wrapper": partial(test_wrapper_strategies.test_strategies, strategy="FULL_SHARD", original=True),
     "wrapper, two forwards": partial(
         test_wrapper_original.test_two_forwards_before_one_backward, units=wrap_blocks, strategy="FULL_SHARD"
@@ -156,6 +163,8 @@ LATE = (
     "low gradients with a hook",
     "extensions",
     "reductions in flight",
+    "stage 0, large gradients",
+    "stage 1, accumulated",
     "flat",
 )
 OTHERS = tuple(way for way in WAYS if way not in LATE)

@@ -295,6 +295,10 @@ class Gradients:
         self.copy_waiting()
         if not self._arrived and self._module_params.trainable != self._trainable:
             self._lay_out(self._module_params.trainable)
+        sums = self._adds_whole and group.options.strategy.all_reduces and not self._partial
+        if self._adds_whole and not sums and self._views.kept:
+            self._keeps_whole = False
+            self._begin_anew()
         if not self._writes:
             self._take_buffer()
         if group.options.reduce_unused:
@@ -315,11 +319,6 @@ class Gradients:
                 self._views.zero(index)
         for gap in self._gaps:
             gap.zero_()
-        sums = self._adds_whole and group.options.strategy.all_reduces and not self._partial
-        if self._adds_whole and not sums and self._views.kept:
-            self._keeps_whole = False
-            self._begin_anew()
-            return self.reduce()
         is_final = (sums or group.data.replicate_group is None) and group.options.all_reduce_hook is None
         plan = self._plans.get((wanted, is_final, sums)) or self._plan_reduction(wanted, is_final, sums)
         reductions, lane = group.comm.reductions, group.comm.lanes.reduce
