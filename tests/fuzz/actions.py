@@ -345,7 +345,8 @@ class Raise(Action):
 
 @dataclass(frozen=True)
 class Unshard(Action):
-    """Parameters are gathered by hand between steps, written to (which is thrown away), and freed again or not."""
+    """Parameters are gathered by hand between steps, written to, and freed again or not. What is written is thrown away,
+    unless parameters are whole where they are kept."""
 
     modules: int = 1
     asynchronous: bool = False
@@ -361,7 +362,8 @@ class Unshard(Action):
             for name, parameter in shown_parameters(run.model).items():
                 if not isinstance(parameter, DTensor):
                     run.compare("unsharded parameter " + name, [parameter.detach()], [expected[name]])
-        if self.write:
+        writes = self.write and run.program.sharding.stage > 0 and run.program.sharding.strategy != "NO_SHARD"
+        if writes:
             with torch.no_grad():
                 for parameter in run.model.parameters():
                     if not isinstance(parameter, DTensor) and parameter.is_floating_point():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fullshard
+from fullshard.buffer import plan
 from tests.fuzz.actions import EndOfProgram, Evaluate
 from tests.fuzz.checkpoints import load, save
 from tests.fuzz.layout import Layout, local, shown_parameters
@@ -39,13 +40,17 @@ class InvalidProgram(Exception):
 
 @contextmanager
 def surroundings(program: Program) -> Iterator[None]:
-    """The environment of a program: its transport, as a context."""
-    before = os.environ.get("FULLSHARD_TRANSPORT")
+    """The environment of a program, as a context: its transport, and from which size on a gradient is large."""
+    before, least = os.environ.get("FULLSHARD_TRANSPORT"), plan.LEAST_ZERO_COPY
     if program.transport:
         os.environ["FULLSHARD_TRANSPORT"] = program.transport
+    plan.LEAST_ZERO_COPY = 8 if program.seed % 2 else least  # models are small: nothing would be
+    plan._make_plan.cache_clear()
     try:
         yield
     finally:
+        plan.LEAST_ZERO_COPY = least
+        plan._make_plan.cache_clear()
         os.environ.pop("FULLSHARD_TRANSPORT", None)
         if before is not None:
             os.environ["FULLSHARD_TRANSPORT"] = before

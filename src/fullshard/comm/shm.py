@@ -333,8 +333,9 @@ class _HostSumRoute(_HostReduceRoute):
         transport.summed.set(reading.number)
         transport.local_ranks.wait(transport.summed, reading.number, "a reduction", self.tag)
         others = self._others.get(slots) or self._others.setdefault(slots, [*self._in_other_slots(slots)])
-        targets = [piece.of_shard(shards[piece.section]) for piece, _ in others]
-        foreach_copy(targets, [values for _, values in others])
+        if others:  # else they have no part of parameters as small as these
+            targets = [piece.of_shard(shards[piece.section]) for piece, _ in others]
+            foreach_copy(targets, [values for _, values in others])
 
     def _sum(self, block: Piece, terms: Sequence[torch.Tensor]) -> Sum:
         return super()._sum(self._in_whole(block), terms)

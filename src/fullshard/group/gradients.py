@@ -263,7 +263,7 @@ class Gradients:
         if self._sections:
             self._take_buffer()  # views need memory when they are made
         fulls = self._fulls = full_views(self._buffer.memory, self._sections, dtypes)
-        make = MessageViews if self._sections and self._sections[0].plan.is_messages else WholeViews
+        make = MessageViews if any(section.plan.is_messages for section in self._sections) else WholeViews
         views = self._views = make(group.params, self._sections, fulls)
         self._plans: dict[tuple[frozenset[int], bool, bool], ReductionPlan] = {}
         self._gaps: list[torch.Tensor] = []  # parts that travel although no gradient fills them
@@ -361,10 +361,13 @@ class Gradients:
             dtype = home if is_final else full.dtype
             allocate = partial(torch.empty, plan.shard_numel, dtype=dtype, device=group.device)
             parts.append(Part(tuple(i for i, _ in grads), plan, full, allocate, home, chunks, lengths))
-        beside = zero_copy_in(part.plan for part in parts if part.plan.is_messages)
-        zero_copy = [parts[each.section].indices[each.param] for each in beside]
-        zero_copy = zero_copy or [index for part in parts for index in part.indices if index in kept]
-        packed = parts[: len(parts) - len(zero_copy)] if sums else parts
+        packed = parts
+        if sums:
+            zero_copy = [index for part in parts for index in part.indices if index in kept]
+            packed = parts[: len(parts) - len(zero_copy)]
+        else:
+            beside = zero_copy_in(part.plan for part in parts if part.plan.is_messages)
+            zero_copy = [parts[each.section].indices[each.param] for each in beside]
         made = self._plans[wanted, is_final, sums] = ReductionPlan(parts, is_final, sums, packed, zero_copy)
         return made
 
