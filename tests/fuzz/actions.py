@@ -345,8 +345,8 @@ class Raise(Action):
 
 @dataclass(frozen=True)
 class Unshard(Action):
-    """Parameters are gathered by hand between steps, written to, and freed again or not. What is written is thrown away,
-    unless parameters are whole where they are kept."""
+    """Parameters are gathered by hand between steps, written to (which is thrown away, unless each rank has all of
+    them), and freed again or not."""
 
     modules: int = 1
     asynchronous: bool = False
