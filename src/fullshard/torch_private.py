@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory that know their device
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as box_of  # if a dim was cut twice
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # a second cut of a dim
@@ -96,6 +96,50 @@ def on_scalar_read(tell: Callable[[DTensor], None]) -> None:
 
     handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
     handlers.setdefault(torch.ops.aten._local_scalar_dense.default, read)
+
+
+def on_redistribution(stations: Callable[[Any, Any], list[Placement] | None]) -> None:
+    """Let ``DTensor.redistribute`` go by way of the placements that ``stations`` returns for those before and after."""
+    to_one = DTensor.redistribute
+
+    @functools.wraps(to_one)
+    def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
+        between = None if placements is None else stations(self.placements, placements)
+        start = self if between is None else to_one(self, device_mesh, between)
+        return to_one(start, device_mesh, placements, **options)
+
+    DTensor.redistribute = redistribute  # type: ignore[method-assign]
+
+
+def on_propagation(answer: Callable[[Any, Callable[[Any], Any]], Any]) -> None:
+    """Ask ``answer`` for the placements of an operator's results before torch's rules, which it is given too."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    by_torch = propagator.propagate_op_sharding_non_cached
+
+    def propagate(schema: Any) -> Any:
+        found = answer(schema, by_torch)
+        return by_torch(schema) if found is None else found
+
+    propagator.propagate_op_sharding_non_cached = propagate
+    propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate)  # the cache before it
+
+
+def specs_in(arguments: Any) -> list[DTensorSpec]:
+    """The specs in the arguments of an operator, also in lists."""
+    found = pytree.tree_leaves(arguments, is_leaf=lambda each: isinstance(each, DTensorSpec))
+    return [each for each in found if isinstance(each, DTensorSpec)]
+
+
+def as_replicated(schema: Any) -> Any:
+    """The arguments of an operator as they were on a single rank."""
+
+    def whole(spec: Any) -> Any:
+        return altered_spec(spec, None, [Replicate()] * spec.mesh.ndim) if isinstance(spec, DTensorSpec) else spec
+
+    args, kwargs = pytree.tree_map(
+        whole, (schema.args_schema, schema.kwargs_schema), is_leaf=lambda each: isinstance(each, DTensorSpec)
+    )
+    return type(schema)(schema.op, args, kwargs, schema_info=schema.schema_info)
 
 
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
