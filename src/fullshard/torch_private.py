@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import repeat
+from itertools import repeat, starmap
 from operator import add, attrgetter, contains
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -98,17 +98,23 @@ def on_scalar_read(tell: Callable[[DTensor], None]) -> None:
     handlers.setdefault(torch.ops.aten._local_scalar_dense.default, read)
 
 
-def on_redistribution(stations: Callable[[Any, Any], list[Placement] | None]) -> None:
-    """Let ``DTensor.redistribute`` go by way of the placements that ``stations`` returns for those before and after."""
-    to_one = DTensor.redistribute
+def replicate_between(is_needed: Callable[[Placement, Placement], bool]) -> None:
+    """Let redistributions gather a dim of the mesh first where ``is_needed`` says so of the placements on it."""
+    from torch.distributed.tensor import _redistribute as steps
 
-    @functools.wraps(to_one)
-    def redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
-        between = None if placements is None else stations(self.placements, placements)
-        start = self if between is None else to_one(self, device_mesh, between)
-        return to_one(start, device_mesh, placements, **options)
+    by_torch: Any = steps._gen_transform_infos_non_cached
 
-    DTensor.redistribute = redistribute  # type: ignore[method-assign]
+    def plan(before: DTensorSpec, after: DTensorSpec, *options: Any, **more: Any) -> list[Any]:
+        pairs = list(zip(before.placements, after.placements, strict=True))
+        if not any(starmap(is_needed, pairs)):
+            return by_torch(before, after, *options, **more)
+        between = altered_spec(before, None, [Replicate() if is_needed(*pair) else pair[0] for pair in pairs])
+        return [
+            *by_torch(before, between, *options, **more),
+            *by_torch(between, altered_spec(between, None, after.placements), *options, **more),
+        ]
+
+    steps._gen_transform_infos_non_cached = plan  # what caches the plan looks it up
 
 
 def on_propagation(answer: Callable[[Any, Callable[[Any], Any]], Any]) -> None:
@@ -122,6 +128,16 @@ def on_propagation(answer: Callable[[Any, Callable[[Any], Any]], Any]) -> None:
 
     propagator.propagate_op_sharding_non_cached = propagate
     propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate)  # the cache before it
+
+
+def copied_across(schema: Any) -> Any:
+    """The placements of ``copy_`` for a source that is placed in another way, which is redistributed first."""
+    from torch.distributed.tensor._op_schema import OutputSharding
+
+    target, source, *others = schema.args_schema
+    args = (target, altered_spec(source, None, target.placements), *others)
+    changed = type(schema)(schema.op, args, schema.kwargs_schema, schema_info=schema.schema_info)
+    return OutputSharding(target, changed, needs_redistribute=True)
 
 
 def specs_in(arguments: Any) -> list[DTensorSpec]:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fullshard.group.parameter import ShardedParameter, local_tensor
+from fullshard.group.ragged import RaggedShard
 from fullshard.torch_private import DTensorSpec, box_of, is_traceable_subclass, spec_of
 from fullshard.wrapper.flat import Fragment
 
@@ -130,6 +131,9 @@ def _layout_on(
     for at, placement, size in zip(coordinate, placements, extent, strict=True):
         if placement.is_replicate():
             number, count = number * size + at, count * size
+        elif isinstance(placement, RaggedShard):
+            sharded.append(placement.dim)
+            offsets[placement.dim] = placement.cuts[at]
         elif type(placement) is Shard:
             sharded.append(placement.dim)
             offsets[placement.dim] = min(at * -(-shape[placement.dim] // size), shape[placement.dim])

@@ -82,8 +82,8 @@ class ShardedParameter:
         self.order = _memory_order(whole)
         self._inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         self.dim = self._shard_dim(placement if isinstance(placement, Shard) else None)
-        is_cut = isinstance(placement, Ragged) and self.dim is not None and data.shard_size > 1
-        self.ragged = placement if is_cut else None
+        is_cut = self.dim is not None and data.shard_size > 1
+        self.ragged = placement if isinstance(placement, Ragged) and is_cut else None
         self._cut = ParamShape(self.name, tuple(self.shape), self.dim)
         self.unsharded_spec = private.spec_of(param) if isinstance(param, DTensor) else None
         self.spec = self._sharded_spec(whole)
@@ -126,11 +126,18 @@ class ShardedParameter:
         rows = self.ragged.block_rows(self.shape, self.name)
         cuts = [self.shape[0] if number == numbers[-1] else number * rows for number in numbers]
         self._cut = replace(self._cut, cuts=tuple(cuts))
-        placements = [RaggedShard(0, cuts) if each.is_shard() else each for each in self.spec.placements]
+        placements = [RaggedShard(0, cuts, self.name) if each.is_shard() else each for each in self.spec.placements]
         self.spec = private.altered_spec(self.spec, None, placements)
 
     def note_plan(self, plan: Plan, position: int) -> None:
         """Note where the parameter lies in its group's plan."""
+
+    def rename(self, name: str) -> None:
+        """Set the name, also where errors of torch's operators find it."""
+        self.name = name
+        for placement in self.spec.placements:
+            if isinstance(placement, RaggedShard):
+                placement.name = name
 
     def view(self, flat: torch.Tensor, memory_shape: Sequence[int]) -> torch.Tensor:
         """A 1-D tensor as the parameter or its chunk."""

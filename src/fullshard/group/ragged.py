@@ -9,9 +9,10 @@ sizes follow torch's rule; all others raise an error. It knows no groups.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,8 @@ from fullshard import torch_private as private
 _ELEMENTWISE = {"detach", "alias", "clone", "copy_", "_to_copy", "zero_", "fill_", "lerp", "lerp_"}
 _ELEMENTWISE |= {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
 _ELEMENTWISE |= {"normal_", "uniform_", "bernoulli_", "exponential_"}
-#: Reductions to one number, for which the sizes of the parts do not matter.
-_REDUCTIONS = {"_foreach_norm", "_foreach_max", "linalg_vector_norm", "sum", "max", "min", "amax", "amin", "any", "all"}
+#: Reductions for which neither the sizes of the parts matter nor whether a rank has none.
+_REDUCTIONS = {"_foreach_norm", "linalg_vector_norm", "sum", "any", "all"}
 
 
 class RaggedShard(Shard):
@@ -34,12 +35,9 @@ class RaggedShard(Shard):
     ``distribute_tensor`` takes it for ``Shard(0)``: redistribute a replicated DTensor instead.
     """
 
-    def __new__(cls, dim: int = 0, cuts: Sequence[int] = ()) -> RaggedShard:
-        return super().__new__(cls, dim)
-
-    def __init__(self, dim: int = 0, cuts: Sequence[int] = ()) -> None:
+    def __init__(self, dim: int = 0, cuts: Sequence[int] = (), name: str = "") -> None:
         super().__init__(dim)
-        self.cuts = tuple(cuts)
+        self.cuts, self.name = tuple(cuts), name  # of the parameter, for errors
         follow_ragged()
 
     def __eq__(self, other: object) -> bool:
@@ -59,7 +57,7 @@ class RaggedShard(Shard):
     __str__ = __repr__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RaggedShard, (self.dim, self.cuts)
+        return RaggedShard, (self.dim, self.cuts, self.name)
 
     def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """The rows that ``rank`` has, as a view. Raises ValueError for a tensor of another number of rows."""
@@ -81,7 +79,7 @@ class RaggedShard(Shard):
     _reduce_shard_tensor = _shard_tensor = _split_tensor  # type: ignore[assignment]
 
     def _to_replicate_tensor(
-        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[int]
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[Any]
     ) -> torch.Tensor:
         shape, size = list(current_logical_shape), mesh.size(mesh_dim)
         self._local_shard_size_and_offset(shape[self.dim], size, 0)
@@ -102,7 +100,10 @@ class RaggedShard(Shard):
         raise self._refused("an exchange for another dim")
 
     def _refused(self, what: str) -> NotImplementedError:
-        return NotImplementedError(f"{what} of a DTensor with {self!r}: call full_tensor() first")
+        return NotImplementedError(f"{what} of parameter '{self.name}', which is {self!r}: call full_tensor() first")
+
+
+torch.serialization.add_safe_globals([RaggedShard])  # so that torch.load(weights_only=True) knows it
 
 
 def is_ragged(placements: Sequence[Placement]) -> bool:
@@ -112,18 +113,13 @@ def is_ragged(placements: Sequence[Placement]) -> bool:
 @cache
 def follow_ragged() -> None:
     """Let torch follow ragged DTensors from now on. Called when the first placement is made."""
-    private.on_redistribution(_stations)
+    private.replicate_between(_needs_whole)
     private.on_propagation(_propagate)
 
 
-def _stations(before: Sequence[Placement], after: Sequence[Placement]) -> list[Placement] | None:
-    """The placements between two others, if torch would take both for the same cut, or exchange equal parts."""
-    if not (is_ragged(before) or is_ragged(after)):
-        return None
-    pairs = list(zip(before, after, strict=True))
-    if any(not one == other and one.is_shard() and not other.is_replicate() for one, other in pairs):
-        return [one if one == other else Replicate() for one, other in pairs]
-    return None
+def _needs_whole(before: Placement, after: Placement) -> bool:
+    """Whether torch would take both for the same cut, or exchange equal parts."""
+    return is_ragged((before, after)) and before.is_shard() and after.is_shard() and not before == after
 
 
 def _propagate(schema: Any, by_torch: Callable[[Any], Any]) -> Any:
@@ -138,7 +134,7 @@ def _propagate(schema: Any, by_torch: Callable[[Any], Any]) -> Any:
     rows = list(zip(*filter(None, lists), strict=False)) if is_foreach else [tuple(specs)]  # of tensors used together
     are_alike = all(len({(spec.placements, spec.shape) for spec in row if spec.ndim}) == 1 for row in rows)
     are_numbers_known = all(spec.is_replicated() for spec in specs if not spec.ndim)
-    if name in _REDUCTIONS and are_alike:
+    if name in _REDUCTIONS and are_alike and math.inf not in map(abs, filter(_is_float, schema.args_schema)):
         result = by_torch(schema)
         if not result.needs_redistribute and not any(map(_is_cut, private.specs_in(result.output_spec))):
             return result
@@ -149,11 +145,19 @@ def _propagate(schema: Any, by_torch: Callable[[Any], Any]) -> Any:
             one = placed[0] if isinstance(result.output_spec, private.DTensorSpec) else tuple(placed)
             result = dataclasses.replace(result, output_spec=one)
         return result
+    elif name == "copy_" and len({(spec.mesh, spec.shape) for spec in specs}) == 1 and ragged[0].ndim:
+        return private.copied_across(schema)
     placement = next(each for each in ragged[0].placements if isinstance(each, RaggedShard))
+    whose = f"parameter '{placement.name}'" if placement.name else "a parameter"
     raise NotImplementedError(
-        f"torch cannot follow {schema.op} of a DTensor of shape {tuple(ragged[0].shape)} with {placement!r}: call "
-        f"full_tensor() first, redistribute it to Shard({placement.dim}), or compute with to_local()"
+        f"{schema.op} cannot be computed with {whose} of shape {tuple(ragged[0].shape)}, its gradient or its state, "
+        f"which are {placement!r}: call full_tensor() first, redistribute to Shard({placement.dim}), or compute with "
+        f"to_local()"
     )
+
+
+def _is_float(argument: object) -> TypeGuard[float]:
+    return isinstance(argument, float)
 
 
 def _is_elementwise(op: Any, name: str) -> bool:
