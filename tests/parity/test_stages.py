@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 
-
 from fullshard import fully_shard
 from tests.harness import World, everywhere, ranks
 from tests.harness.compare import Precision, Training, adamw, compare, each_block, sgd

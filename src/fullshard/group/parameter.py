@@ -82,8 +82,7 @@ class ShardedParameter:
         self.order = _memory_order(whole)
         self._inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         self.dim = self._shard_dim(placement if isinstance(placement, Shard) else None)
-        is_cut = self.dim is not None and data.shard_size > 1
-        self.ragged = placement if isinstance(placement, Ragged) and is_cut else None
+        self.ragged = placement if isinstance(placement, Ragged) and self.dim is not None else None
         self._cut = ParamShape(self.name, tuple(self.shape), self.dim)
         self.unsharded_spec = private.spec_of(param) if isinstance(param, DTensor) else None
         self.spec = self._sharded_spec(whole)
