@@ -114,7 +114,7 @@ def replicate_between(is_needed: Callable[[Placement, Placement], bool]) -> None
             *by_torch(between, altered_spec(between, None, after.placements), *options, **more),
         ]
 
-    steps._gen_transform_infos_non_cached = plan  # what caches the plan looks it up
+    steps._gen_transform_infos_non_cached = plan  # type: ignore[assignment]  # what caches the plan looks it up
 
 
 def on_propagation(answer: Callable[[Any, Callable[[Any], Any]], Any]) -> None:

@@ -154,8 +154,13 @@ class ShardedParameter:
         start, stop = self._cut.chunk(self.data.shard_rank, self.data.shard_size)
         return whole.narrow(self.dim, start, stop - start)
 
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Where the rows of each rank begin, and their number; empty if it is not ragged."""
+        return self._cut.cuts or ()
+
     def chunk_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of the part that ``rank`` holds. That of rank 0 is the largest."""
+        """The shape of the part that ``rank`` holds. That of rank 0 is the largest, if it is not ragged."""
         return self._cut.chunk_shape(rank, self.data.shard_size)
 
     def _shard_dim(self, placement: Shard | None) -> int | None:

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Shard
 
 from fullshard import torch_private as private
 
@@ -119,7 +119,7 @@ def follow_ragged() -> None:
 
 def _needs_whole(before: Placement, after: Placement) -> bool:
     """Whether torch would take both for the same cut, or exchange equal parts."""
-    return is_ragged((before, after)) and before.is_shard() and after.is_shard() and not before == after
+    return is_ragged((before, after)) and before.is_shard() and after.is_shard() and not (before == after)  # noqa: SIM201
 
 
 def _propagate(schema: Any, by_torch: Callable[[Any], Any]) -> Any:

@@ -280,9 +280,8 @@ def _computes_on_blocks(optimizer: Optimizer) -> bool:
         if not is_right:
             raise ValueError(
                 f"{type(optimizer).__name__} has ragged parameters, and '{param.name}' of shape {tuple(param.shape)} is "
-                f"cut into parts of {sorted(parts)} elements. It needs {needs} as the result of "
-                f"fully_shard(shard_placement_fn=...) for this parameter, for example "
-                f"shard_placement_fn=lambda param: Ragged()"
+                f"cut into parts of {sorted(parts)} elements. It needs {needs} for this parameter, as the result of "
+                f"shard_placement_fn, for example fully_shard(model, shard_placement_fn=lambda param: Ragged())"
             )
     return True
 
