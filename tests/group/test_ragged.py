@@ -188,7 +188,7 @@ def test_checkpoints_are_loaded_into_other_cuts(
     torch_dcp.save(states[0], checkpoint_id=tmp_path / "torch")
     torch_dcp.load(states[1], checkpoint_id=tmp_path / "torch")
     assert_same(state_of(found, optimizers[1]), expected)
-    full = {name: whole for name, whole in zip(model.state_dict(), expected, strict=False)}
+    full = dict(zip(model.state_dict(), expected, strict=False))
     set_model_state_dict(
         found, {name: 2 * whole for name, whole in full.items()}, options=StateDictOptions(full_state_dict=True)
     )

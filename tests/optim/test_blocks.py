@@ -1,8 +1,9 @@
-"""Optimizers that need whole matrices, or quantize by blocks: on ragged shards they compute what they do on the whole."""
+"""Optimizers that need whole matrices, or quantize by blocks, compute on ragged shards what they do on the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import Ragged, fully_shard
-from tests.harness import World, ranks
+from fullshard import Ragged, checkpoint, fully_shard
+from tests.checkpoint.test_save import run
+from tests.harness import RankPool, World, ranks
 from tests.harness.models import seeded
 
 LOW_BIT = ["Adam4bit", "Adam8bit", "AdamFp8", "AdamW8bit"]
@@ -30,9 +32,9 @@ def optimizer_of(name: str, params: list[nn.Parameter]) -> Any:
     return getattr(torchao.optim, name)(params, lr=1e-2)
 
 
-def train(model: Any, optimizer: Any, steps: int = 3) -> None:
+def train(model: Any, optimizer: Any, steps: Iterable[int] = range(3)) -> None:
     """Steps with gradients that are the same on every rank and in one process, to the bit."""
-    for step in range(steps):
+    for step in steps:
         generator = torch.Generator().manual_seed(step)
         for param in model.parameters():
             gradient = torch.randn(param.shape, generator=generator)
@@ -92,3 +94,32 @@ def test_muon_has_whole_matrices(world: World) -> None:
 def test_parameters_that_are_cut_inside_blocks_are_named(world: World, name: str, placement: Ragged, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         compare(name, lambda param: placement)
+
+
+def placed(name: str) -> Callable[[nn.Parameter], Any]:
+    return lambda param: Ragged(block=4096) if name != "Muon" else Ragged() if param.ndim == 2 else None
+
+
+def save_and_load(world: World, folder: Path, name: str, loads: bool) -> list[Tensor]:
+    """The parameters after two steps, a checkpoint, and two more steps; or after loading it and these two."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **_: function)
+        model: Any = fully_shard(seeded(build, seed=int(loads)), shard_placement_fn=placed(name))
+        optimizer = optimizer_of(name, list(model.parameters()))
+        train(model, optimizer, [7] if loads else [0, 1])
+        if loads:
+            checkpoint.load(folder, model, optimizer)
+        else:
+            checkpoint.save(folder, model, optimizer)
+        train(model, optimizer, [2, 3])
+        return [param.detach().full_tensor() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["Adam4bit", "Adam8bit", "AdamFp8", "Muon"])
+def test_state_is_loaded_by_other_numbers_of_ranks(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
+    if name != "Muon":
+        pytest.importorskip("torchao")
+    expected = run(rank_pool, save_and_load, 2, tmp_path, name, False)[0]
+    for size in (1, 2, 3):
+        for found in run(rank_pool, save_and_load, size, tmp_path, name, True):
+            assert all(map(torch.equal, found, expected)), size

@@ -93,7 +93,7 @@ class GroupContext:
     def lay_out(self) -> None:
         """Cut the parameters into sections, each with a plan. Ragged ones are cut the first time, and stay so."""
         ragged = [param for param in self.params if param.ragged is not None]
-        if self.data.shard_size > 1 and ragged and all(param.plan_shape.cuts is None for param in ragged):
+        if ragged and not any(param.is_sharded for param in ragged):
             numbers = balance([param.blocks for param in ragged], self.data.shard_size, self.tag % self.data.shard_size)
             for param, cuts in zip(ragged, numbers, strict=True):
                 param.cut_between_blocks(cuts)

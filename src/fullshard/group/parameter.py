@@ -124,7 +124,8 @@ class ShardedParameter:
         assert self.ragged is not None
         rows = self.ragged.block_rows(self.shape, self.name)
         cuts = [self.shape[0] if number == numbers[-1] else number * rows for number in numbers]
-        self._cut = replace(self._cut, cuts=tuple(cuts))
+        if len(cuts) > 2:  # what one rank has is the full buffer
+            self._cut = replace(self._cut, cuts=tuple(cuts))
         placements = [RaggedShard(0, cuts, self.name) if each.is_shard() else each for each in self.spec.placements]
         self.spec = private.altered_spec(self.spec, None, placements)
 

@@ -128,7 +128,7 @@ def _propagate(schema: Any, by_torch: Callable[[Any], Any]) -> Any:
     ragged = [spec for spec in specs if is_ragged(spec.placements)]
     if not ragged:
         return None
-    name = schema.op._schema.name.partition("::")[2]
+    name = schema.op.name().partition("::")[2].partition(".")[0]
     lists = (private.specs_in(arg) for arg in schema.args_schema if isinstance(arg, (list, tuple)))
     is_foreach = name.startswith("_foreach_")
     rows = list(zip(*filter(None, lists), strict=False)) if is_foreach else [tuple(specs)]  # of tensors used together

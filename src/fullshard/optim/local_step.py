@@ -279,8 +279,8 @@ def _computes_on_blocks(optimizer: Optimizer) -> bool:
             needs = f"parts that it quantizes like the whole: Ragged(block={max(_LEAST_QUANTIZED, _block(optimizer))})"
         if not is_right:
             raise ValueError(
-                f"{type(optimizer).__name__} has ragged parameters, and '{param.name}' of shape {tuple(param.shape)} is "
-                f"cut into parts of {sorted(parts)} elements. It needs {needs} for this parameter, as the result of "
+                f"{type(optimizer).__name__} has ragged parameters, and '{param.name}' of shape {tuple(param.shape)} "
+                f"is cut into parts of {sorted(parts)} elements. It needs {needs} for this parameter, as the result of "
                 f"shard_placement_fn, for example fully_shard(model, shard_placement_fn=lambda param: Ragged())"
             )
     return True
