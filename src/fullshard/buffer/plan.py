@@ -191,7 +191,8 @@ class Plan:
         """What all ranks own of the full buffer, when their shards begin ``pitch`` elements apart.
 
         At most two pieces for each parameter: ``torch.chunk`` gives some ranks chunks of equal size, at most one rank a
-        smaller one and the rest none. Parameters of one shape at equal distances, as norms often are, are one piece.
+        smaller one and the rest none. A ragged parameter has one for each rank with rows. Parameters of one shape at
+        equal distances, as norms often are, are one piece.
         """
         return tuple(_joined(_pieces(self, range(self.world_size), pitch)))
 
