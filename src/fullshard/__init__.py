@@ -26,6 +26,7 @@ from fullshard.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    Ragged,
     ReduceScatter,
     ShardPlacementResult,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "PeerFailureError",
+    "Ragged",
     "ReduceScatter",
     "ShardPlacementResult",
     "ShardedOptimStateDictConfig",

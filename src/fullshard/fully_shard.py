@@ -106,8 +106,8 @@ def fully_shard(
         reshard_after_forward: in stage 3, ``True`` frees the gathered parameters between forward and backward,
             ``False`` keeps them as stage 2 does, an int (a divisor of the number of ranks that shard) keeps them
             sharded over that many neighbouring ranks. ``None`` is ``True``, and ``False`` for the root.
-        shard_placement_fn: for each parameter ``None``, a ``Shard(dim)``, or a ``ShardPlacementResult`` that names a
-            mesh too. Dims need not divide evenly.
+        shard_placement_fn: for each parameter ``None``, a ``Shard(dim)``, a :class:`Ragged`, or a
+            ``ShardPlacementResult`` that names a mesh too. Dims need not divide evenly.
         mp_policy: dtypes of gathers, reductions, inputs, outputs and buffers. Parameters of batch norms keep the dtype
             of their running statistics.
         offload_policy: what lives on the CPU between uses. Like ``mp_policy``, fullshard's or PyTorch's.

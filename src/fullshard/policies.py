@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from torch.distributed.tensor import Shard
 
 #: The names that :mod:`fullshard` exports.
 __all__ = ["AllGather", "CPUOffloadPolicy", "Comm", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"]
-__all__ += ["ReduceScatter", "ShardPlacementResult"]
+__all__ += ["Ragged", "ReduceScatter", "ShardPlacementResult"]
 
 S = TypeVar("S")
 
@@ -267,6 +268,61 @@ class InvalidShardPlacement(TypeError, ValueError):
 
 
 @dataclass(frozen=True)
+class Ragged:
+    """Cuts a parameter only between blocks: what a ``shard_placement_fn`` may return.
+
+    Each rank gets a run of whole rows, perhaps none, such that no block is on two ranks and the ranks have nearly the
+    same numbers of bytes. So optimizers that quantize by blocks, or need whole matrices, compute on shards what they
+    compute on the whole::
+
+        fully_shard(model, shard_placement_fn=lambda param: Ragged(block=4096))  # torchao's 8-bit Adam
+        fully_shard(model, shard_placement_fn=lambda param: Ragged() if param.ndim == 2 else None)  # Muon
+
+    The idea is RaggedShard of veScale (https://github.com/volcengine/veScale). Without arguments the block is the whole
+    parameter. Elements that are left over belong to the last block.
+
+    Args:
+        block: elements of a block, counted through the rows.
+        rows: rows (indices along the first dim) of a block.
+        tile: rows and columns of a block; columns are never cut.
+
+    Raises:
+        TypeError: a size is not an ``int``.
+        ValueError: a size is below 1, or there are several. From ``fully_shard``, naming the parameter: ``tile`` for a
+            parameter of less than two dims, or a parameter that is distributed by tensor parallelism or defines its
+            own gather.
+
+    Ranks: each for itself, alike, which is checked when a module is sharded.
+    """
+
+    block: int | None = None
+    rows: int | None = None
+    tile: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: size for name, size in vars(self).items() if size is not None}
+        for name, size in given.items():
+            sizes = size if name == "tile" and isinstance(size, tuple) and len(size) == 2 else (size,)
+            what = "two numbers" if name == "tile" else "a number"
+            is_number = len(sizes) == 1 + (name == "tile") and all(type(each) is int for each in sizes)
+            expect(is_number, f"Ragged.{name}", size, f"{what} of at least 1")
+            expect(min(sizes) > 0, f"Ragged.{name}", size, f"{what} of at least 1", ValueError)
+        if len(given) > 1:
+            raise ValueError(f"Ragged was given {' and '.join(given)}: give one of block, rows and tile, or none")
+
+    def block_rows(self, shape: Sequence[int], name: str) -> int:
+        """The rows of a block of a parameter, at least 1. Raises ValueError, with its name, if it has no tiles."""
+        if self.tile is not None and len(shape) < 2:
+            raise ValueError(
+                f"shard_placement_fn returned {self} for parameter '{name}' of shape {tuple(shape)}, which has no "
+                f"columns: return Ragged(rows=...), or None"
+            )
+        if self.block is not None:
+            return self.block // math.gcd(self.block, math.prod(shape[1:]))
+        return self.rows or (self.tile[0] if self.tile is not None else max(1, shape[0]))
+
+
+@dataclass(frozen=True)
 class ShardPlacementResult:
     """How, and over which mesh, one parameter is sharded: what a ``shard_placement_fn`` may return.
 
@@ -276,24 +332,26 @@ class ShardPlacementResult:
             return ShardPlacementResult(Shard(0), expert_mesh) if param in experts else None
 
     Args:
-        placement: the dimension to shard along; ``None`` for the first.
+        placement: the dimension to shard along, or :class:`Ragged`; ``None`` for the first dimension.
         mesh: a 1-D mesh to shard over, or a 2-D mesh with names to replicate over its first dimension and to shard
             over its second. An object that describes one by ``mesh`` and ``shard_mesh_dim`` (and perhaps
             ``replicate_mesh_dim``), as PyTorch's ``FSDPMeshInfo`` does, is accepted too. ``None`` for the mesh of the
             ``fully_shard`` call.
 
     Raises:
-        InvalidShardPlacement: (a TypeError and ValueError) ``placement`` is not a ``Shard``, or ``mesh`` not a mesh.
+        InvalidShardPlacement: (a TypeError and ValueError) ``placement`` is neither a ``Shard`` nor a ``Ragged``, or
+            ``mesh`` not a mesh.
         ValueError: the mesh has neither of these two forms.
 
     Ranks: each for itself, alike.
     """
 
-    placement: Shard | None = None
+    placement: Shard | Ragged | None = None
     mesh: Any = None
 
     def __post_init__(self) -> None:
-        is_placement, what = self.placement is None or isinstance(self.placement, Shard), "a torch Shard(dim) or None"
+        is_placement = self.placement is None or isinstance(self.placement, (Shard, Ragged))
+        what = "a torch Shard(dim), a Ragged or None"
         expect(is_placement, "ShardPlacementResult.placement", self.placement, what, InvalidShardPlacement)
         _ = self.device_mesh  # so that a mesh that does not fit raises its error here, not at first use
 
@@ -342,11 +400,12 @@ def as_shard_placement(result: object) -> ShardPlacementResult:
     """Convert what a ``shard_placement_fn`` returned. Raises InvalidShardPlacement if it is no placement."""
     if isinstance(result, ShardPlacementResult):
         return result
-    if result is None or isinstance(result, Shard):
+    if result is None or isinstance(result, (Shard, Ragged)):
         return ShardPlacementResult(result)
     if is_foreign(result, "ShardPlacementResult", "placement", "mesh_info"):
         return ShardPlacementResult(result.placement, result.mesh_info)  # type: ignore[attr-defined]
-    expected = "None, a torch.distributed.tensor Shard(dim), or a ShardPlacementResult (fullshard's or PyTorch's)"
+    kinds = "a torch.distributed.tensor Shard(dim), a Ragged, or a ShardPlacementResult (fullshard's or PyTorch's)"
+    expected = f"None, {kinds}"
     raise InvalidShardPlacement(f"shard_placement_fn returned {describe(result)}; expected {expected}")
 
 

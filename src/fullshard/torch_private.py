@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import repeat
+from itertools import repeat, starmap
 from operator import add, attrgetter, contains
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory that know their device
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as box_of  # if a dim was cut twice
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # a second cut of a dim
@@ -96,6 +96,66 @@ def on_scalar_read(tell: Callable[[DTensor], None]) -> None:
 
     handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
     handlers.setdefault(torch.ops.aten._local_scalar_dense.default, read)
+
+
+def replicate_between(is_needed: Callable[[Placement, Placement], bool]) -> None:
+    """Let redistributions gather a dim of the mesh first where ``is_needed`` says so of the placements on it."""
+    from torch.distributed.tensor import _redistribute as steps
+
+    by_torch: Any = steps._gen_transform_infos_non_cached
+
+    def plan(before: DTensorSpec, after: DTensorSpec, *options: Any, **more: Any) -> list[Any]:
+        pairs = list(zip(before.placements, after.placements, strict=True))
+        if not any(starmap(is_needed, pairs)):
+            return by_torch(before, after, *options, **more)
+        between = altered_spec(before, None, [Replicate() if is_needed(*pair) else pair[0] for pair in pairs])
+        return [
+            *by_torch(before, between, *options, **more),
+            *by_torch(between, altered_spec(between, None, after.placements), *options, **more),
+        ]
+
+    steps._gen_transform_infos_non_cached = plan  # type: ignore[assignment]  # what caches the plan looks it up
+
+
+def on_propagation(answer: Callable[[Any, Callable[[Any], Any]], Any]) -> None:
+    """Ask ``answer`` for the placements of an operator's results before torch's rules, which it is given too."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    by_torch = propagator.propagate_op_sharding_non_cached
+
+    def propagate(schema: Any) -> Any:
+        found = answer(schema, by_torch)
+        return by_torch(schema) if found is None else found
+
+    propagator.propagate_op_sharding_non_cached = propagate
+    propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate)  # the cache before it
+
+
+def copied_across(schema: Any) -> Any:
+    """The placements of ``copy_`` for a source that is placed in another way, which is redistributed first."""
+    from torch.distributed.tensor._op_schema import OutputSharding
+
+    target, source, *others = schema.args_schema
+    args = (target, altered_spec(source, None, target.placements), *others)
+    changed = type(schema)(schema.op, args, schema.kwargs_schema, schema_info=schema.schema_info)
+    return OutputSharding(target, changed, needs_redistribute=True)
+
+
+def specs_in(arguments: Any) -> list[DTensorSpec]:
+    """The specs in the arguments of an operator, also in lists."""
+    found = pytree.tree_leaves(arguments, is_leaf=lambda each: isinstance(each, DTensorSpec))
+    return [each for each in found if isinstance(each, DTensorSpec)]
+
+
+def as_replicated(schema: Any) -> Any:
+    """The arguments of an operator as they were on a single rank."""
+
+    def whole(spec: Any) -> Any:
+        return altered_spec(spec, None, [Replicate()] * spec.mesh.ndim) if isinstance(spec, DTensorSpec) else spec
+
+    args, kwargs = pytree.tree_map(
+        whole, (schema.args_schema, schema.kwargs_schema), is_leaf=lambda each: isinstance(each, DTensorSpec)
+    )
+    return type(schema)(schema.op, args, kwargs, schema_info=schema.schema_info)
 
 
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:

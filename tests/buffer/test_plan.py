@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fullshard.buffer.plan import LayoutName, ParamShape, Piece, Plan, make_plan
+from fullshard.buffer.plan import LayoutName, ParamShape, Piece, Plan, balance, make_plan
 
 SIZES = st.sampled_from([0, 1, 2, 3, 5, 7, 8, 31])
 WORLD_SIZES = st.sampled_from([1, 2, 3, 4, 7, 8, 64, 100, 1024])
@@ -370,3 +370,98 @@ def test_smaller_parameters_are_zero_copy_where_all_of_them_move_in_one_launch(w
     assert zero_copy(2**14, 2**23) == zero_copy(2**14, 2**23, together=False) == ((1,) if world_size > 1 else ())
     plan = make_plan([ParamShape("p", (size,)) for size in some], world_size, together=True)
     assert plan.select([3, 1]).zero_copy == ((0,) if world_size > 1 else ())
+
+
+@st.composite
+def blocks_and_ranks(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int]:
+    some = st.tuples(st.sampled_from([1, 2, 3, 7, 64, 1000]), st.sampled_from([0, 1, 5, 64, 10_000]))
+    return draw(st.lists(some, max_size=6)), draw(st.sampled_from([1, 2, 3, 4, 7, 64]))
+
+
+@unhurried
+@given(blocks_and_ranks(), st.integers(0, 63))
+def test_blocks_are_balanced(given: tuple[list[tuple[int, int]], int], first: int) -> None:
+    """Each block has one rank, in order; and no rank has more than another and its own largest block."""
+    blocks, size = given
+    loads = [0] * size
+    for (count, nbytes), cuts in zip(blocks, balance(blocks, size, first % size), strict=True):
+        assert (cuts[0], cuts[-1], len(cuts)) == (0, count, size + 1)
+        assert list(cuts) == sorted(cuts)
+        loads = [load + nbytes * (stop - start) for load, (start, stop) in zip(loads, pairwise(cuts), strict=True)]
+    assert max(loads) <= min(loads) + max((nbytes for _, nbytes in blocks), default=0)
+
+
+def test_equal_whole_matrices_begin_with_another_rank_in_each_group() -> None:
+    assert balance([(1, 8)] * 2, 2) == [(0, 1, 1), (0, 0, 1)]
+    assert balance([(1, 8)] * 3, 2, first=1) == [(0, 0, 1), (0, 1, 1), (0, 0, 1)]
+
+
+def test_the_largest_blocks_are_placed_first() -> None:
+    assert balance([(4, 1), (1, 4)], 2) == [(0, 0, 4), (0, 1, 1)]
+
+
+@st.composite
+def ragged_plans(draw: st.DrawFn) -> Plan:
+    size, params = draw(st.sampled_from([2, 3, 4, 7])), draw(st.lists(param_shapes(), min_size=1, max_size=6))
+    for index, param in enumerate(params):
+        if param.dim is not None and draw(st.booleans()):
+            inside = st.lists(st.integers(0, param.shape[param.dim]), min_size=size - 1, max_size=size - 1)
+            cuts = (0, *sorted(draw(inside)), param.shape[param.dim])
+            params[index] = ParamShape(param.name, param.shape, param.dim, cuts)
+    return make_plan(params, size, "even", draw(st.sampled_from([1, 4, 16])))
+
+
+@unhurried
+@given(ragged_plans())
+def test_a_ragged_shard_holds_the_rows_between_the_cuts(plan: Plan) -> None:
+    full = torch.arange(plan.full_numel)
+    for rank in range(plan.world_size):
+        shard = torch.full((plan.shard_numel,), -1)
+        for piece in plan.pieces(rank):
+            assert (piece.of_shard(shard) == -1).all()
+            piece.of_shard(shard).copy_(piece.of_full(full))
+        for index, (param, offset) in enumerate(zip(plan.params, plan.full_offsets, strict=True)):
+            whole, (begin, shape) = (
+                full[offset : offset + param.numel].view(param.shape),
+                plan.locate_chunk(index, rank),
+            )
+            if param.dim is not None:
+                start, stop = param.chunk(rank, plan.world_size)
+                whole = whole.narrow(param.dim, start, stop - start)
+            assert tuple(whole.shape) == shape
+            assert torch.equal(shard[begin : begin + whole.numel()], whole.flatten())
+    counts = times_owned(plan)
+    for param, offset in zip(plan.params, plan.full_offsets, strict=True):
+        assert counts[offset : offset + param.numel].eq(plan.world_size if param.dim is None else 1).all()
+
+
+@unhurried
+@given(ragged_plans(), st.sampled_from([0, 5, 48]))
+def test_the_messages_of_a_ragged_plan_are_the_shards_of_all_ranks(plan: Plan, apart: int) -> None:
+    full, pitch, size = torch.arange(plan.full_numel), plan.shard_numel + apart, plan.world_size
+    shards = torch.full((size * pitch,), -1)
+    for piece in plan.pieces_of_all(pitch):
+        piece.of_shard(shards).copy_(piece.of_full(full))
+    messages = torch.full((plan.messages.full_numel,), -1)
+    for rank in range(size):
+        shard = torch.full((plan.shard_numel,), -1)
+        for piece in plan.pieces(rank):
+            piece.of_shard(shard).copy_(piece.of_full(full))
+        for piece in plan.messages.packed.pieces(rank):
+            piece.of_full(messages[rank * len(messages) // size if piece.is_kept else 0 :]).copy_(piece.of_shard(shard))
+        assert torch.equal(shards[rank * pitch :][: plan.shard_numel], shard)
+    if not plan.zero_copy:
+        assert torch.equal(messages.view(size, -1), shards.view(size, -1)[:, : plan.shard_numel])
+    some = plan.messages.select(range(0, len(plan.params), 2))
+    for rank in range(size):
+        mine = {place for piece in plan.messages.pieces(rank) for place, _ in places(plan.messages, piece)}
+        assert {place for piece in some.pieces(rank) for place, _ in places(some, piece)} <= mine
+
+
+def test_a_ragged_plan_needs_the_memory_of_its_largest_rank() -> None:
+    whole = [ParamShape("a", (8, 8), 0, (0, 8, 8)), ParamShape("b", (8, 8), 0, (0, 0, 8)), ParamShape("c", (4,))]
+    plan = make_plan(whole, 2)
+    assert (plan.shard_numel, plan.full_offsets) == (80, (0, 64, 128))
+    assert [plan.locate_chunk(index, 1) for index in range(3)] == [(4, (0, 8)), (4, (8, 8)), (0, (2,))]
+    with pytest.raises(ValueError, match=r"'a' of shape \(8, 8\) cannot be cut along dim 0 at \(0, 9, 8\)"):
+        ParamShape("a", (8, 8), 0, (0, 9, 8))

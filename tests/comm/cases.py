@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.buffer.plan import LayoutName, ParamShape, Plan, make_plan
+from fullshard.buffer.plan import ParamShape, Plan, balance, make_plan
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.transport import Reduction, StillRead, Transfer, Transport
 from fullshard.device import Pending
@@ -81,6 +82,10 @@ WIDE: Shapes = (((2, 600_000), 1),)
 SCALARS: Shapes = (((), None), ((), None))
 
 
+LayoutName = Literal["even", "flat", "ragged"]
+"""The layouts of a plan; in *ragged*, some parameters of *even* are cut unevenly or not at all."""
+
+
 @dataclass(frozen=True)
 class Section:
     dtype: torch.dtype
@@ -95,10 +100,10 @@ class Case:
     sections: tuple[Section, ...]
 
     def plans(self, size: int) -> list[Plan]:
-        return [
-            make_plan([ParamShape(f"p{i}", *shape) for i, shape in enumerate(section.shapes)], size, self.layout)
-            for section in self.sections
-        ]
+        shapes = [[ParamShape(f"p{i}", *shape) for i, shape in enumerate(each.shapes)] for each in self.sections]
+        if self.layout == "ragged" and size > 1:
+            return [make_plan(ragged(params, size), size) for params in shapes]
+        return [make_plan(params, size, "flat" if self.layout == "flat" else "even") for params in shapes]
 
     @lru_cache(maxsize=4)  # noqa: B019
     def values(self, rank: int) -> list[list[Tensor]]:
@@ -108,6 +113,20 @@ class Case:
             [torch.randn(shape, generator=generator).to(section.dtype) for shape, _ in section.shapes]
             for section in self.sections
         ]
+
+
+def ragged(params: Sequence[ParamShape], size: int) -> list[ParamShape]:
+    """Of three parameters one is whole on a rank and one is cut between any rows; the third stays as it is."""
+    chosen = [i for i, param in enumerate(params) if param.dim is not None and i % 3 < 2]
+    counts = {i: 1 if i % 3 == 0 else params[i].shape[params[i].dim or 0] for i in chosen}
+    blocks = [(count, params[i].numel // max(1, count)) for i, count in counts.items()]
+    cuts = dict(zip(chosen, balance(blocks, size, first=1), strict=True))
+    found = list(params)
+    for i, numbers in cuts.items():
+        length = params[i].shape[params[i].dim or 0]
+        places = [length if number == counts[i] else number * (i % 3) for number in numbers]
+        found[i] = replace(params[i], cuts=tuple(places))
+    return found
 
 
 def cut(plan: Plan, values: Sequence[Tensor], rank: int) -> list[tuple[int, Tensor]]:
@@ -121,8 +140,11 @@ def cut(plan: Plan, values: Sequence[Tensor], rank: int) -> list[tuple[int, Tens
                 found.append((first - start, value.flatten()[first - offset : last - offset]))
         return found
     chunks = []
-    for value, param, offset in zip(values, plan.params, plan.shard_offsets, strict=True):
-        if param.dim is not None:
+    for i, (value, param, offset) in enumerate(zip(values, plan.params, plan.shard_offsets, strict=True)):
+        if param.dim is not None and param.cuts is not None:
+            value = value.narrow(param.dim, param.cuts[rank], param.cuts[rank + 1] - param.cuts[rank])
+            offset = plan.ragged_offsets[i][rank]
+        elif param.dim is not None:
             parts = value.chunk(plan.world_size, param.dim)
             value = parts[rank] if rank < len(parts) else value.flatten()[:0]
         chunks.append((offset, value.flatten()))

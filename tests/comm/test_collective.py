@@ -41,7 +41,7 @@ SIZES = [1, 2, 3, 5, 64, 1024]
 CPU = torch.device("cpu")
 
 each_size = pytest.mark.parametrize("size", SIZES)
-each_layout = pytest.mark.parametrize("layout", ["even", "flat"])
+each_layout = pytest.mark.parametrize("layout", ["even", "flat", "ragged"])
 
 
 class OwnMemory:

@@ -59,7 +59,7 @@ SHAPES = {
 each_transport = pytest.mark.parametrize("transport_name", TRANSPORTS)
 #: The ranks of a host gather as messages what does not lie in memory that they share.
 each_reducing_transport = pytest.mark.parametrize("transport_name", [*TRANSPORTS, "shm"])
-each_layout = pytest.mark.parametrize("layout", ["even", "flat"])
+each_layout = pytest.mark.parametrize("layout", ["even", "flat", "ragged"])
 
 
 def make(transport_name: str, process_group: dist.ProcessGroup | None = None) -> Transport:

@@ -114,3 +114,16 @@ def test_an_estimate_says_what_part_waits_and_what_it_assumes() -> None:
     assert "each rank processes 1,000 tokens, computes at 100 % of 1 GFLOP/s and sends 1 MB/s" in said
     assert "takes W - 1 steps (ring) of 100 us" in said
     assert ["group", "forward", "backward", "exchanges", "exposed"] in [line.split() for line in text.splitlines()]
+
+
+def test_settings_say_how_even_ragged_parts_are() -> None:
+    def build() -> nn.Module:
+        layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 192, bias=False))
+        return fullshard.fully_shard(layers, shard_placement_fn=lambda param: fullshard.Ragged(rows=64))
+
+    found = explain(build, ranks=2, rank=1)
+    text = " ".join(settings_text(found.groups).split())
+    assert "3 ragged parameters: the largest rank has 1.00 times the mean" in text
+    assert "64:192" in parameters_text(found.groups)
+    shown = {param.name: (param.rows, param.chunk, param.cuts) for param in found.groups[0].parameters}
+    assert shown["1.weight"] == ((64, 192), 128 * 64, (0, 64, 192))

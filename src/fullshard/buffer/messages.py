@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -56,7 +57,8 @@ def zero_copy_in(plans: Iterable[Plan]) -> list[ZeroCopy]:
 
 def pieces_alone(plan: Plan, at: int, pitch: int) -> tuple[Piece, ...]:
     """The copies of one whole parameter, alone in its memory, to messages that lie ``pitch`` elements apart."""
-    return make_plan([plan.params[at]], plan.world_size, "even", plan.alignment).pieces_of_all(pitch)
+    alone = make_plan([plan.params[at]], plan.world_size, "even", plan.alignment)
+    return replace(alone, ragged_offsets=plan.ragged_offsets[at : at + 1]).pieces_of_all(pitch)
 
 
 def _row(plan: Plan, pitch: int) -> list[tuple[int, int]]:

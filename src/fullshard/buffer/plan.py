@@ -19,6 +19,12 @@ Together these are a list of strided copies, each a :class:`Piece`. Two layouts 
 If b has rows of 5 elements, it takes 10 in each shard (12 with the alignment), of which rank 1 uses 5. If a, which is
 the chunks of the ranks end to end, is large, it is *zero-copy*: a collective can read and write it where it lies.
 Zero-copy chunks come last in a shard, behind the *packed* ones, which travel together.
+
+In *even*, a parameter with ``cuts`` is *ragged*: the ranks have runs of rows of any lengths, cut by :func:`balance`
+between blocks. It is packed, behind the others, and each rank has offsets of its own for it::
+
+    a (4 rows, blocks of 2), b and c whole     a a a a | b b b | c c
+    owners                                     0 0 1 1 | 0 0 0 | 1 1
 """
 
 from __future__ import annotations
@@ -55,6 +61,7 @@ class ParamShape:
     name: str  # how errors call it
     shape: tuple[int, ...]
     dim: int | None = 0  # along which *even* cuts it; ``None`` keeps all of it on every rank, as for a scalar
+    cuts: tuple[int, ...] | None = None  # if ragged: where along ``dim`` the part of each rank begins, and the size
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
@@ -64,15 +71,24 @@ class ParamShape:
                 f"parameter '{self.name}' of shape {self.shape} cannot be sharded along dim {self.dim}: "
                 f"expected a dim from 0 to {len(self.shape) - 1}"
             )
+        if self.cuts is not None:
+            size = 0 if self.dim is None else self.shape[self.dim]
+            if self.dim is None or (self.cuts[0], self.cuts[-1]) != (0, size) or list(self.cuts) != sorted(self.cuts):
+                raise ValueError(
+                    f"parameter '{self.name}' of shape {self.shape} cannot be cut along dim {self.dim} at {self.cuts}: "
+                    f"expected rising numbers from 0 to {size}"
+                )
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     def chunk(self, rank: int, world_size: int) -> tuple[int, int]:
-        """The first and the past-the-last index along ``dim`` that ``torch.chunk`` would give to ``rank``."""
+        """The first and the past-the-last index along ``dim`` that ``rank`` has: as ``torch.chunk`` cuts, or ragged."""
         if self.dim is None:
             return 0, 1
+        if self.cuts is not None:
+            return self.cuts[rank], self.cuts[rank + 1]
         size = self.shape[self.dim]
         step = -(-size // world_size)
         return min(rank * step, size), min((rank + 1) * step, size)
@@ -147,12 +163,14 @@ class Plan:
     layout: LayoutName
     full_offsets: tuple[int, ...]
     full_numel: int  # ``world_size * shard_numel`` in *flat*
-    shard_offsets: tuple[int, ...]  # the same in every shard; empty in *flat*
+    shard_offsets: tuple[int, ...]  # the same in every shard; 0 for what is ragged; empty in *flat*
     shard_numel: int  # the same for every rank
     alignment: int
     least_zero_copy: int  # elements of a parameter from which it is large
     zero_copy: tuple[int, ...] = ()  # the zero-copy parameters, in the order of shards, where they come last
     is_messages: bool = False  # whether the full buffer has the shards of all ranks end to end, but what is zero-copy
+    ragged_offsets: tuple[tuple[int, ...], ...] = ()  # of each parameter, in the shard of each rank, if any is ragged
+    message_offsets: tuple[tuple[int, ...], ...] = ()  # the same in the messages that the full buffer has
 
     @property
     def end(self) -> int:
@@ -173,7 +191,8 @@ class Plan:
         """What all ranks own of the full buffer, when their shards begin ``pitch`` elements apart.
 
         At most two pieces for each parameter: ``torch.chunk`` gives some ranks chunks of equal size, at most one rank a
-        smaller one and the rest none. Parameters of one shape at equal distances, as norms often are, are one piece.
+        smaller one and the rest none. A ragged parameter has one for each rank with rows. Parameters of one shape at
+        equal distances, as norms often are, are one piece.
         """
         return tuple(_joined(_pieces(self, range(self.world_size), pitch)))
 
@@ -187,7 +206,7 @@ class Plan:
     def is_whole(self, param: ParamShape) -> bool:
         """Whether a parameter is the chunks of all ranks end to end, of one size (*even*)."""
         chunk = math.prod(param.chunk_shape(0, self.world_size))
-        is_cut = param.dim is not None and math.prod(param.shape[: param.dim]) == 1
+        is_cut = param.dim is not None and param.cuts is None and math.prod(param.shape[: param.dim]) == 1
         return is_cut and chunk * self.world_size == param.numel
 
     @property
@@ -209,14 +228,16 @@ class Plan:
     def messages(self) -> Plan:
         """The same cut, for a full buffer that has the messages of all ranks (*even* only)."""
         numel = self.packed.shard_numel
-        return replace(self, full_offsets=self.shard_offsets, full_numel=self.world_size * numel, is_messages=True)
+        plan = replace(self, full_offsets=self.shard_offsets, full_numel=self.world_size * numel, is_messages=True)
+        return replace(plan, message_offsets=self.ragged_offsets)
 
     def locate_chunk(self, index: int, rank: int) -> tuple[int, tuple[int, ...]]:
         """Where in its shard ``rank`` holds its part of parameter ``index``, and the shape of that part. In *flat* that
         is a run of elements, or all of the parameter where one rank keeps everything."""
         param = self.params[index]
         if self.layout == "even":
-            return self.shard_offsets[index], param.chunk_shape(rank, self.world_size)
+            start = self.shard_offsets[index] if param.cuts is None else self.ragged_offsets[index][rank]
+            return start, param.chunk_shape(rank, self.world_size)
         start, stop = self.fragment(index, rank)
         if self.world_size == 1:
             return self.full_offsets[index], param.shape
@@ -241,7 +262,7 @@ class Plan:
         params = tuple(ParamShape(param.name, (param.numel,)) for param in self.params)
         least = self.least_zero_copy // self.world_size * ranks
         plan = replace(self, params=params, world_size=ranks, layout="even", least_zero_copy=least, zero_copy=())
-        return _cut(replace(plan, is_messages=False))
+        return _cut(replace(plan, is_messages=False, message_offsets=()))
 
     def select(self, indices: Iterable[int]) -> Plan:
         """The plan of some of the parameters: cut as here, at the same place in the full buffer, in another shard. Of
@@ -250,7 +271,8 @@ class Plan:
         if self.layout == "flat" or chosen == tuple(range(len(self.params))):
             return self
         params, starts = [self.params[i] for i in chosen], [self.full_offsets[i] for i in chosen]
-        return _cut(replace(self, params=tuple(params), full_offsets=tuple(starts)))
+        in_messages = tuple(self.message_offsets[i] for i in chosen) if self.message_offsets else ()
+        return _cut(replace(self, params=tuple(params), full_offsets=tuple(starts), message_offsets=in_messages))
 
 
 def make_plan(
@@ -296,16 +318,55 @@ def _cut(plan: Plan) -> Plan:
     numels = [math.prod(param.chunk_shape(0, plan.world_size)) for param in plan.params]
     large = [i for i, param in enumerate(plan.params) if param.numel >= plan.least_zero_copy and plan.is_whole(param)]
     zero_copy = [i for i in large if plan.world_size > 1 and numels[i] % plan.alignment == 0]
-    packed = [i for i in range(len(numels)) if i not in zero_copy]
+    ragged = [i for i, param in enumerate(plan.params) if param.cuts is not None]
+    packed = [i for i in range(len(numels)) if i not in zero_copy and i not in ragged]
     fronts, end = _end_to_end((numels[i] for i in packed), alignment)
+    own: dict[int, tuple[int, ...]] = dict.fromkeys(range(len(numels) if ragged else 0), ())
+    if ragged:
+        size, params = plan.world_size, [plan.params[i] for i in ragged]
+        chunks = ([math.prod(param.chunk_shape(rank, size)) for param in params] for rank in range(size))
+        begins, ends = zip(*(_end_to_end(each, alignment, end) for each in chunks), strict=True)
+        own, end = own | dict(zip(ragged, zip(*begins, strict=True), strict=True)), max(ends)
     backs, shard_numel = _end_to_end((numels[i] for i in zero_copy), plan.alignment, _align(end, plan.alignment))
-    starts = dict(zip([*packed, *zero_copy], fronts + backs, strict=True))
+    starts = dict.fromkeys(ragged, 0) | dict(zip([*packed, *zero_copy], fronts + backs, strict=True))
     return replace(
         plan,
         shard_offsets=tuple(map(starts.__getitem__, range(len(numels)))),
         shard_numel=shard_numel,  # aligned, so that the next rank's begins on a boundary too
         zero_copy=tuple(zero_copy),
+        ragged_offsets=tuple(own.values()),
     )
+
+
+def balance(blocks: Sequence[tuple[int, int]], world_size: int, first: int = 0) -> list[tuple[int, ...]]:
+    """Give the blocks of parameters to ranks so that these have nearly the same numbers of bytes.
+
+    The parameters with the largest blocks are first, and each block goes to the rank that has least so far. So no rank
+    has more than the mean by a block. Among equal ranks, ``first`` is the first.
+
+    Args:
+        blocks: of each parameter the number of blocks, and the bytes of one.
+
+    Returns:
+        of each parameter, the numbers of the blocks at which the part of each rank begins, and where the last ends.
+    """
+    cuts: list[tuple[int, ...]] = [()] * len(blocks)
+    loads, turns = [0] * world_size, [(first + turn) % world_size for turn in range(world_size)]
+    for index in sorted(range(len(blocks)), key=lambda index: -blocks[index][1]):
+        count, nbytes = blocks[index]
+        level, above = 0, max(loads) + (count + 1) * max(nbytes, 1)  # every rank is filled up to a level
+        while above - level > 1:
+            middle = (level + above) // 2
+            fits = sum(max(0, middle - load) // max(nbytes, 1) for load in loads) <= count
+            level, above = (middle, above) if fits else (level, middle)
+        counts = [max(0, level - load) // max(nbytes, 1) for load in loads]
+        loads = [load + number * nbytes for load, number in zip(loads, counts, strict=True)]
+        for _ in range(count - sum(counts)):
+            least = min(turns, key=loads.__getitem__)
+            counts[least] += 1
+            loads[least] += nbytes
+        cuts[index] = tuple(accumulate(counts, initial=0))
+    return cuts
 
 
 def _end_to_end(numels: Iterable[int], alignment: int, start: int = 0) -> tuple[tuple[int, ...], int]:
@@ -326,12 +387,22 @@ def _pieces(plan: Plan, ranks: range, pitch: int, section: int = 0) -> tuple[Pie
         params = zip((ParamShape("all", (plan.end,)),), (0,), (0,), strict=True)
     apart = plan.full_numel // plan.world_size if plan.is_messages else 0  # messages in the full buffer
     pieces = []
-    for param, full_start, shard_start in params:
+    for index, (param, full_start, shard_start) in enumerate(params):
         if param.dim is None:
             dims = [(len(ranks), apart, pitch), (param.numel, 1, 1)]
             pieces += [_piece(dims, full_start, shard_start, True, section)] if param.numel else []
             continue
         outer, inner = math.prod(param.shape[: param.dim]), math.prod(param.shape[param.dim + 1 :])
+        for rank in ranks if param.cuts is not None else ():
+            first, stop = param.chunk(rank, plan.world_size)
+            start, row, numel = full_start + first * inner, param.shape[param.dim] * inner, (stop - first) * inner
+            if plan.is_messages:
+                start, row = rank * apart + plan.message_offsets[index][rank], numel
+            if numel * outer:
+                begin = plan.ragged_offsets[index][rank] + (rank - ranks.start) * pitch
+                pieces.append(_piece([(outer, row, numel), (numel, 1, 1)], start, begin, False, section))
+        if param.cuts is not None:
+            continue
         row, length = param.shape[param.dim] * inner, param.chunk(0, plan.world_size)[1] * inner
         if length * outer == 0:
             continue

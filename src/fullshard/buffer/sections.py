@@ -8,7 +8,7 @@ and dtypes to bytes and typed views, and leaves to others where the memory comes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -29,8 +29,9 @@ class Section:
     plan: Plan
 
     def over(self, ranks: int) -> Section:
-        """The same parameters, cut over another number of ranks (*even* only)."""
-        return Section(self.dtype, self.members, make_plan(self.plan.params, ranks))
+        """The same parameters, none of them ragged, cut over another number of ranks (*even* only)."""
+        params = [replace(param, cuts=None) for param in self.plan.params]
+        return Section(self.dtype, self.members, make_plan(params, ranks))
 
 
 def full_bytes(sections: Sequence[Section], dtypes: Dtypes) -> int:

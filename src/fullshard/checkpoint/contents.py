@@ -97,6 +97,8 @@ class Contents:
             inside = paths if name == itself else [(*path, name) for path in paths]
             if each.shape == local.shape:
                 self.add(named(*inside), each, layout)
+            elif (blocks := layout.of_inner(name, local.numel(), each)) is not None:
+                self.add(named(*inside), each, blocks)
             else:
                 whole = Layout(tuple(each.shape), (((0,) * each.ndim, tuple(each.shape)),), layout.copies)
                 for box in layout.boxes:
@@ -399,7 +401,8 @@ def _subclass(outline: State, name: str, param: nn.Parameter, layout: Layout, ch
         if each.startswith(prefix):
             attribute, _, box = each.removeprefix(prefix).partition(".")
             if not box:
-                inner[attribute] = torch.zeros(local.shape, dtype=entry.dtype, device=local.device)
+                sizes = layout.inner_sizes(attribute, local.shape, entry.shape)
+                inner[attribute] = torch.zeros(sizes, dtype=entry.dtype, device=local.device)
             elif box == _box_name(layout.boxes[0]):
                 inner[attribute] = torch.zeros(entry.shape, dtype=entry.dtype, device=local.device)
             else:
@@ -407,7 +410,8 @@ def _subclass(outline: State, name: str, param: nn.Parameter, layout: Layout, ch
     is_cut = layout.order is not None or isinstance(param, FlatParameter)
     if is_cut or any(each is local for each in inner.values()):
         raise cut_differently(f"'{name}', a {outline[_KIND]}", checkpoint)
-    made: torch.Tensor = kind.__tensor_unflatten__(inner, outline["context"], local.shape, local.stride())
+    context = [local.shape if isinstance(each, torch.Size) else each for each in outline["context"]]
+    made: torch.Tensor = kind.__tensor_unflatten__(inner, context, local.shape, local.stride())
     return make_dtensor(made, altered_spec(spec_of(param), dtype=made.dtype)) if isinstance(param, DTensor) else made
 
 

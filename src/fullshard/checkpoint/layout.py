@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fullshard.group.parameter import ShardedParameter, local_tensor
+from fullshard.group.ragged import RaggedShard, is_ragged
 from fullshard.torch_private import DTensorSpec, box_of, is_traceable_subclass, spec_of
 from fullshard.wrapper.flat import Fragment
 
@@ -38,6 +39,8 @@ class Copies(NamedTuple):
     among: int = 1
 
 
+#: Inner tensors of torchao's low-bit state that are the same for all blocks.
+TABLES = {"qmap"}
 ONLY_HERE = Copies(None, 0, 1)
 
 
@@ -65,6 +68,28 @@ class Layout:
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # the offsets and sizes of each
     copies: Copies  # the ranks that hold the same boxes
     order: tuple[int, ...] | None = None  # the order of the dims in memory, if this rank's part is one run of elements
+    is_ragged: bool = False  # whether it is cut only between blocks
+
+    def of_inner(self, name: str, numel: int, inner: torch.Tensor) -> Layout | None:
+        """The layout of an inner tensor of state that was quantized by blocks, which a ragged parameter never cuts: its
+        elements belong to blocks of this rank's ``numel`` elements, or are a table that all parts share. ``None`` if
+        that is not so."""
+        if not self.is_ragged or inner.ndim != 1:
+            return None
+        if name in TABLES:
+            return layout_of(inner)
+        block = numel // max(1, len(inner))
+        start = self.boxes[0][0][0] * math.prod(self.shape[1:]) if self.boxes else 0
+        if not block or block * len(inner) != numel or start % block or math.prod(self.shape) % block:
+            return None
+        box = (start // block,), (len(inner),)
+        return Layout((math.prod(self.shape) // block,), (box,), self.copies)
+
+    def inner_sizes(self, name: str, local: tuple[int, ...], saved: tuple[int, ...]) -> tuple[int, ...]:
+        """The sizes that an inner tensor has here, if it has the sizes ``saved`` for all of the parameter."""
+        if saved == self.shape or name in TABLES or len(saved) != 1:
+            return local if saved == self.shape else saved
+        return (math.prod(local) * saved[0] // math.prod(self.shape),)
 
     @property
     def has_first(self) -> bool:
@@ -123,6 +148,9 @@ def _layout_on(
     for at, placement, size in zip(coordinate, placements, extent, strict=True):
         if placement.is_replicate():
             number, count = number * size + at, count * size
+        elif isinstance(placement, RaggedShard):
+            sharded.append(placement.dim)
+            offsets[placement.dim] = placement.cuts[at]
         elif type(placement) is Shard:
             sharded.append(placement.dim)
             offsets[placement.dim] = min(at * -(-shape[placement.dim] // size), shape[placement.dim])
@@ -131,7 +159,8 @@ def _layout_on(
     cut_twice = len(set(sharded)) < len(sharded)
     sizes, start = box_of(shape, mesh, placements) if cut_twice else (local, tuple(offsets))
     copies = Copies((id(mesh), placements), number, count, math.prod(extent))
-    return Layout(shape, ((start, sizes),) if math.prod(sizes) else (), copies)
+    boxes = ((start, sizes),) if math.prod(sizes) else ()
+    return Layout(shape, boxes, copies, is_ragged=is_ragged(placements))
 
 
 def _layout_of_fragment(param: Fragment) -> Layout:

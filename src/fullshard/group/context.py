@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fullshard.buffer.plan import Plan, make_plan
+from fullshard.buffer.plan import Plan, balance, make_plan
 from fullshard.buffer.sections import Section
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.transport import Transport
@@ -91,7 +91,12 @@ class GroupContext:
         return f"Group({self.name or '<root>'}, {len(self.params)} parameters)"
 
     def lay_out(self) -> None:
-        """Cut the parameters into sections, each with a plan."""
+        """Cut the parameters into sections, each with a plan. Ragged ones are cut the first time, and stay so."""
+        ragged = [param for param in self.params if param.ragged is not None]
+        if ragged and not any(param.is_sharded for param in ragged):
+            numbers = balance([param.blocks for param in ragged], self.data.shard_size, self.tag % self.data.shard_size)
+            for param, cuts in zip(ragged, numbers, strict=True):
+                param.cut_between_blocks(cuts)
         sections: dict[object, list[int]] = {}
         for index, param in enumerate(self.params):
             if not param.extends:

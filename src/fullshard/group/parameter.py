@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -22,6 +22,8 @@ from fullshard.buffer.plan import ALIGNMENT, LayoutName, ParamShape, Plan
 from fullshard.buffer.sections import Section
 from fullshard.comm.waits import waiting
 from fullshard.group.mesh import DataMesh
+from fullshard.group.ragged import RaggedShard
+from fullshard.policies import Ragged
 
 #: The names under which wrappers hold a module; names of parameters are given without them.
 WRAPPED_NAME = "_fsdp_wrapped_module"
@@ -66,7 +68,9 @@ class ShardedParameter:
         hidden: what modules show of it between uses, if ``sharded`` stands for other parameters too.
     """
 
-    def __init__(self, param: nn.Parameter, locations: list[Location], data: DataMesh, placement: Shard | None) -> None:
+    def __init__(
+        self, param: nn.Parameter, locations: list[Location], data: DataMesh, placement: Shard | Ragged | None
+    ) -> None:
         self.locations = locations
         #: Where modules keep it outside of their parameters: a module, and a path of keys in its attributes.
         self.kept_apart: list[tuple[nn.Module, tuple[Any, ...]]] = []
@@ -77,11 +81,17 @@ class ShardedParameter:
         self.dtype = whole.dtype
         self.order = _memory_order(whole)
         self._inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        self.dim = self._shard_dim(placement)
+        self.dim = self._shard_dim(placement if isinstance(placement, Shard) else None)
+        self.ragged = placement if isinstance(placement, Ragged) and self.dim is not None else None
         self._cut = ParamShape(self.name, tuple(self.shape), self.dim)
         self.unsharded_spec = private.spec_of(param) if isinstance(param, DTensor) else None
         self.spec = self._sharded_spec(whole)
         self.extends = self.defines_gather(whole)
+        if self.ragged is not None and (self.extends or self.unsharded_spec is not None):
+            why = "defines how it is gathered" if self.extends else "is a DTensor already"
+            raise ValueError(
+                f"shard_placement_fn returned {placement} for parameter '{self.name}', which {why}: return None for it"
+            )
         self.overridden_dtype: torch.dtype | None = None  # in which it is gathered, if not the policy's
         self.grad_dtype: private.GradDtype = private.chosen_grad_dtype(param)  # stays when it is converted or replaced
         self.sharded: nn.Parameter = param  # until the group has a chunk for it
@@ -99,10 +109,35 @@ class ShardedParameter:
     def plan_shape(self) -> ParamShape:
         """The shape in the order in which the values lie in memory."""
         dim = None if self.dim is None else self.order.index(self.dim)
-        return ParamShape(self.name, tuple(self.shape[i] for i in self.order), dim)
+        return ParamShape(self.name, tuple(self.shape[i] for i in self.order), dim, self._cut.cuts)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """The number of blocks that are never cut, and the bytes of one. The last block has what is left over too."""
+        assert self.ragged is not None
+        rows = self.ragged.block_rows(self.shape, self.name)
+        count = max(1, self.shape[0] // rows)
+        return count, self.shape.numel() * self.dtype.itemsize // count
+
+    def cut_between_blocks(self, numbers: Sequence[int]) -> None:
+        """Cut the parameter at these blocks, as the group balances them over the ranks."""
+        assert self.ragged is not None
+        rows = self.ragged.block_rows(self.shape, self.name)
+        cuts = [self.shape[0] if number == numbers[-1] else number * rows for number in numbers]
+        if len(cuts) > 2:  # what one rank has is the full buffer
+            self._cut = replace(self._cut, cuts=tuple(cuts))
+        placements = [RaggedShard(0, cuts, self.name) if each.is_shard() else each for each in self.spec.placements]
+        self.spec = private.altered_spec(self.spec, None, placements)
 
     def note_plan(self, plan: Plan, position: int) -> None:
         """Note where the parameter lies in its group's plan."""
+
+    def rename(self, name: str) -> None:
+        """Set the name, also where errors of torch's operators find it."""
+        self.name = name
+        for placement in self.spec.placements:
+            if isinstance(placement, RaggedShard):
+                placement.name = name
 
     def view(self, flat: torch.Tensor, memory_shape: Sequence[int]) -> torch.Tensor:
         """A 1-D tensor as the parameter or its chunk."""
@@ -120,8 +155,13 @@ class ShardedParameter:
         start, stop = self._cut.chunk(self.data.shard_rank, self.data.shard_size)
         return whole.narrow(self.dim, start, stop - start)
 
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Where the rows of each rank begin, and their number; empty if it is not ragged."""
+        return self._cut.cuts or ()
+
     def chunk_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of the part that ``rank`` holds. That of rank 0 is the largest."""
+        """The shape of the part that ``rank`` holds. That of rank 0 is the largest, if it is not ragged."""
         return self._cut.chunk_shape(rank, self.data.shard_size)
 
     def _shard_dim(self, placement: Shard | None) -> int | None:

@@ -16,6 +16,7 @@ that a user may replace is compared by identity with the last step. Everything e
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Mapping
@@ -258,9 +259,54 @@ def _same(one: Collection[Any], other: Collection[Any]) -> bool:
 _steps: weakref.WeakKeyDictionary[Optimizer, _LocalStep] = weakref.WeakKeyDictionary()
 
 
+def _computes_on_blocks(optimizer: Optimizer) -> bool:
+    """Whether an optimizer that needs whole matrices, or quantizes its state by blocks, gets them on local tensors:
+    parameters of it are ragged. Raises ValueError if others of its parameters are cut inside of their blocks."""
+    is_muon = type(optimizer) is getattr(torch.optim, "Muon", None)
+    if not (is_muon or _is_low_bit(optimizer)):
+        return False
+    owners = [owner_of(param) for group in optimizer.param_groups for param in group["params"]]
+    params = [owner[0].params[owner[1]] for owner in owners if owner is not None]
+    if not any(param.ragged for param in params):
+        return False
+    for param in params:
+        numel, ranks = param.shape.numel(), range(param.data.shard_size if param.dim is not None else 1)
+        parts = {math.prod(param.chunk_shape(rank)) for rank in ranks} - {0}
+        if is_muon:
+            is_right, needs = parts <= {numel}, "whole matrices: Ragged()"
+        else:
+            is_right = {_is_quantized(optimizer, part) for part in parts} <= {_is_quantized(optimizer, numel)}
+            needs = f"parts that it quantizes like the whole: Ragged(block={max(_LEAST_QUANTIZED, _block(optimizer))})"
+        if not is_right:
+            raise ValueError(
+                f"{type(optimizer).__name__} has ragged parameters, and '{param.name}' of shape {tuple(param.shape)} "
+                f"is cut into parts of {sorted(parts)} elements. It needs {needs} for this parameter, as the result of "
+                f"shard_placement_fn, for example fully_shard(model, shard_placement_fn=lambda param: Ragged())"
+            )
+    return True
+
+
+#: Elements from which torchao's optimizers quantize state, like those of bitsandbytes.
+_LEAST_QUANTIZED = 4096
+
+
+def _is_low_bit(optimizer: Optimizer) -> bool:
+    """Whether it is an optimizer of torchao with quantized state. Imports nothing."""
+    return type(optimizer).__module__ == "torchao.optim.adam" and hasattr(optimizer, "block_size")
+
+
+def _block(optimizer: Any) -> int:
+    return int(optimizer.block_size)
+
+
+def _is_quantized(optimizer: Optimizer, numel: int) -> bool:
+    """Whether it quantizes the state of a tensor."""
+    return numel >= _LEAST_QUANTIZED and numel % _block(optimizer) == 0
+
+
 def prepare_step(optimizer: Optimizer) -> None:
     """Make the step that begins now run on local tensors, if possible. The optimizer has parameters of groups."""
-    if optimizer not in _steps and type(optimizer) in _ELEMENTWISE:
+    if optimizer not in _steps and (type(optimizer) in _ELEMENTWISE or _computes_on_blocks(optimizer)):
         _steps[optimizer] = _LocalStep(optimizer)
     if (step := _steps.get(optimizer)) is not None:
         torch_private.reorder(step.handle, last=True)  # the user's own hooks may change gradients and options

@@ -49,6 +49,7 @@ class ParameterFacts:
         is_trainable: whether it requires gradients.
         extends: whether it defines its own gather (``fsdp_pre_all_gather``).
         places: all its names in the model, more than one if it is tied.
+        cuts: if it is ragged, where the rows of each rank begin, and their number.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ParameterFacts:
     is_trainable: bool
     extends: bool
     places: tuple[str, ...]
+    cuts: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -427,7 +429,7 @@ def _parameters(group: ParamGroup, names: dict[int, str]) -> Iterator[ParameterF
     places = {
         index: (at, position) for at, each in enumerate(group.sections) for position, index in enumerate(each.members)
     }
-    rank = group.data.shard_rank
+    rank, data_size = group.data.shard_rank, group.data.shard_size
     for index, param in enumerate(group.params):
         at, position = places.get(index, (-1, -1))
         plan = group.sections[at].plan if at >= 0 else None
@@ -438,6 +440,9 @@ def _parameters(group: ParamGroup, names: dict[int, str]) -> Iterator[ParameterF
             first = param.chunk_shape(0)
             step, size, chunk = first[param.dim], param.shape[param.dim], math.prod(first)
             rows = min(rank * step, size), min((rank + 1) * step, size)
+            if param.cuts:
+                rows = param.cuts[rank], param.cuts[rank + 1]
+                chunk = max(math.prod(param.chunk_shape(other)) for other in range(data_size))
         users = [location.module for location in param.locations]
         full_names = dict.fromkeys(_full_name(param, number, names) for number in range(len(users)))
         yield ParameterFacts(
@@ -453,6 +458,7 @@ def _parameters(group: ParamGroup, names: dict[int, str]) -> Iterator[ParameterF
             param.sharded.requires_grad,
             param.extends,
             tuple(full_names),
+            param.cuts,
         )
 
 

@@ -136,7 +136,7 @@ def _parts(group: GroupFacts, param: ParameterFacts) -> Iterator[tuple[int, floa
         else:
             size, pieces = param.shape[param.dim], min(_STRIPES, math.prod(param.shape[: param.dim]))
             step = -(-size // group.ranks)
-            first, stop = min(rank * step, size), min((rank + 1) * step, size)
+            first, stop = param.cuts[rank : rank + 2] or (min(rank * step, size), min((rank + 1) * step, size))
         for piece in range(pieces) if stop > first else ():
             yield rank, (piece + first / size) / pieces, (stop - first) / size / pieces
 

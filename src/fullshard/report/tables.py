@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from fullshard.report.estimate import Estimate
 from fullshard.report.facts import GroupFacts, ModelFacts
@@ -86,9 +87,20 @@ def settings_text(groups: Sequence[GroupFacts]) -> str:
         text += f"; {each.offload} on the CPU" if each.offload else ""
         extended = [param.name for param in each.parameters if param.extends]
         text += f"; {len(extended)} parameters gather in a form of their own" if extended else ""
+        text += _evenness(each)
         found.setdefault(text, []).append(name_of_run(alike))
     every = len(found) == 1
     return "\n".join(wrapped(f"{'All groups' if every else ', '.join(names)}: {text}") for text, names in found.items())
+
+
+def _evenness(group: GroupFacts) -> str:
+    """How even the parts of ragged parameters are; empty if there are none."""
+    ragged = [param for param in group.parameters if param.cuts]
+    parts = [[(stop - start) * math.prod(each.shape[1:]) for start, stop in pairwise(each.cuts)] for each in ragged]
+    if not (total := sum(map(sum, parts))):
+        return ""
+    ratio = max(map(sum, zip(*parts, strict=True))) * group.ranks / total
+    return f"; {counted(len(ragged), 'ragged parameter')}: the largest rank has {ratio:.2f} times the mean"
 
 
 def parameters_text(groups: Sequence[GroupFacts]) -> str:

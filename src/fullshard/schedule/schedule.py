@@ -102,7 +102,7 @@ class Schedule:
                 for param in group.params:
                     param.update_grad_dtype()  # may be assigned until here
                     location = param.locations[0]
-                    param.name = plain_name(f"{names.get(id(location.module), '')}.{location.name}")
+                    param.rename(plain_name(f"{names.get(id(location.module), '')}.{location.name}"))
         self.size_slots()
         if is_host(self.device):
             # The reduced gradients, those of autograd that wait to be taken, and activations of a similar size.

@@ -1,0 +1,174 @@
+"""The placement of a DTensor whose rows are cut between blocks, so that ranks have uneven numbers of them.
+
+:class:`RaggedShard` answers the questions by which torch redistributes and saves a DTensor. Torch's rules for operators
+take every shard along a dim for one that ``torch.chunk`` cut, and would compute with wrong sizes. So this file also
+replaces these rules for ragged DTensors: element by element, operators run on the local tensors; those that need no
+sizes follow torch's rule; all others raise an error. It knows no groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
+
+from fullshard import torch_private as private
+
+#: Operators that compute element by element, or copy, and lack torch's tag for it.
+_ELEMENTWISE = {"detach", "alias", "clone", "copy_", "_to_copy", "zero_", "fill_", "lerp", "lerp_"}
+_ELEMENTWISE |= {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
+_ELEMENTWISE |= {"normal_", "uniform_", "bernoulli_", "exponential_"}
+#: Reductions for which neither the sizes of the parts matter nor whether a rank has none.
+_REDUCTIONS = {"_foreach_norm", "linalg_vector_norm", "sum", "any", "all"}
+
+
+class RaggedShard(Shard):
+    """Rows of a tensor, cut at any places: rank r has the rows from ``cuts[r]`` to ``cuts[r + 1]``.
+
+    ``distribute_tensor`` takes it for ``Shard(0)``: redistribute a replicated DTensor instead.
+    """
+
+    def __init__(self, dim: int = 0, cuts: Sequence[int] = (), name: str = "") -> None:
+        super().__init__(dim)
+        self.cuts, self.name = tuple(cuts), name  # of the parameter, for errors
+        follow_ragged()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RaggedShard) and (self.dim, self.cuts) == (other.dim, other.cuts)
+
+    def __ne__(self, other: object) -> bool:
+        # A spec refuses a placement that is a Shard and differs (by this operator) from torch's own of its dim.
+        is_torchs = type(other) is Shard and other.dim == self.dim
+        return not (is_torchs or self == other)
+
+    def __hash__(self) -> int:
+        return hash((RaggedShard, self.dim, self.cuts))
+
+    def __repr__(self) -> str:
+        return f"RaggedShard(dim={self.dim}, cuts={self.cuts})"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RaggedShard, (self.dim, self.cuts, self.name)
+
+    def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """The rows that ``rank`` has, as a view. Raises ValueError for a tensor of another number of rows."""
+        self._local_shard_size_and_offset(whole.shape[self.dim], len(self.cuts) - 1, rank)
+        return whole.narrow(self.dim, self.cuts[rank], self.cuts[rank + 1] - self.cuts[rank])
+
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, int]:
+        if (curr_local_size, num_chunks) != (self.cuts[-1], len(self.cuts) - 1):
+            raise ValueError(
+                f"{self!r} cuts {self.cuts[-1]} rows over {len(self.cuts) - 1} ranks, and was asked to cut "
+                f"{curr_local_size} over {num_chunks}: call full_tensor() first, or redistribute to Shard({self.dim})"
+            )
+        rank = int(rank)
+        return self.cuts[rank + 1] - self.cuts[rank], self.cuts[rank]
+
+    def _split_tensor(self, tensor: torch.Tensor, num_chunks: int, **_: Any) -> tuple[list[torch.Tensor], list[int]]:
+        raise self._refused("a split into equal parts")
+
+    _reduce_shard_tensor = _shard_tensor = _split_tensor  # type: ignore[assignment]
+
+    def _to_replicate_tensor(
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[Any]
+    ) -> torch.Tensor:
+        shape, size = list(current_logical_shape), mesh.size(mesh_dim)
+        self._local_shard_size_and_offset(shape[self.dim], size, 0)
+        shape[self.dim] = max(stop - start for start, stop in zip(self.cuts, self.cuts[1:], strict=False))
+        sent = local_tensor.new_zeros(shape)
+        sent.narrow(self.dim, 0, local_tensor.shape[self.dim]).copy_(local_tensor)
+        parts = [torch.empty_like(sent) for _ in range(size)]
+        dist.all_gather(parts, sent, mesh.get_group(mesh_dim))
+        counts = (stop - start for start, stop in zip(self.cuts, self.cuts[1:], strict=False))
+        return torch.cat([part.narrow(self.dim, 0, rows) for part, rows in zip(parts, counts, strict=True)], self.dim)
+
+    def _replicate_to_shard(
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, shard_index: Any
+    ) -> torch.Tensor:
+        return self.part(local_tensor, int(shard_index)).clone()
+
+    def _to_new_shard_dim(self, *_: Any) -> torch.Tensor:
+        raise self._refused("an exchange for another dim")
+
+    def _refused(self, what: str) -> NotImplementedError:
+        return NotImplementedError(f"{what} of parameter '{self.name}', which is {self!r}: call full_tensor() first")
+
+
+torch.serialization.add_safe_globals([RaggedShard])  # so that torch.load(weights_only=True) knows it
+
+
+def is_ragged(placements: Sequence[Placement]) -> bool:
+    return any(isinstance(placement, RaggedShard) for placement in placements)
+
+
+@cache
+def follow_ragged() -> None:
+    """Let torch follow ragged DTensors from now on. Called when the first placement is made."""
+    private.replicate_between(_needs_whole)
+    private.on_propagation(_propagate)
+
+
+def _needs_whole(before: Placement, after: Placement) -> bool:
+    """Whether torch would take both for the same cut, or exchange equal parts."""
+    return is_ragged((before, after)) and before.is_shard() and after.is_shard() and not (before == after)  # noqa: SIM201
+
+
+def _propagate(schema: Any, by_torch: Callable[[Any], Any]) -> Any:
+    """What torch is to know of the results of an operator; ``None`` if no argument is ragged."""
+    specs = private.specs_in([*schema.args_schema, *schema.kwargs_schema.values()])
+    ragged = [spec for spec in specs if is_ragged(spec.placements)]
+    if not ragged:
+        return None
+    name = schema.op.name().partition("::")[2].partition(".")[0]
+    lists = (private.specs_in(arg) for arg in schema.args_schema if isinstance(arg, (list, tuple)))
+    is_foreach = name.startswith("_foreach_")
+    rows = list(zip(*filter(None, lists), strict=False)) if is_foreach else [tuple(specs)]  # of tensors used together
+    are_alike = all(len({(spec.placements, spec.shape) for spec in row if spec.ndim}) == 1 for row in rows)
+    are_numbers_known = all(spec.is_replicated() for spec in specs if not spec.ndim)
+    if name in _REDUCTIONS and are_alike and math.inf not in map(abs, filter(_is_float, schema.args_schema)):
+        result = by_torch(schema)
+        if not result.needs_redistribute and not any(map(_is_cut, private.specs_in(result.output_spec))):
+            return result
+    elif are_alike and are_numbers_known and _is_elementwise(schema.op, name):
+        result = by_torch(private.as_replicated(schema))
+        placed = [_placed(spec, row) for spec, row in zip(private.specs_in(result.output_spec), rows, strict=False)]
+        if result.output_spec is not None:
+            one = placed[0] if isinstance(result.output_spec, private.DTensorSpec) else tuple(placed)
+            result = dataclasses.replace(result, output_spec=one)
+        return result
+    elif name == "copy_" and len({(spec.mesh, spec.shape) for spec in specs}) == 1 and ragged[0].ndim:
+        return private.copied_across(schema)
+    placement = next(each for each in ragged[0].placements if isinstance(each, RaggedShard))
+    whose = f"parameter '{placement.name}'" if placement.name else "a parameter"
+    raise NotImplementedError(
+        f"{schema.op} cannot be computed with {whose} of shape {tuple(ragged[0].shape)}, its gradient or its state, "
+        f"which are {placement!r}: call full_tensor() first, redistribute to Shard({placement.dim}), or compute with "
+        f"to_local()"
+    )
+
+
+def _is_float(argument: object) -> TypeGuard[float]:
+    return isinstance(argument, float)
+
+
+def _is_elementwise(op: Any, name: str) -> bool:
+    return name in _ELEMENTWISE or torch.Tag.pointwise in op.tags or name.startswith("_foreach_")
+
+
+def _is_cut(spec: private.DTensorSpec) -> bool:
+    return any(placement.is_shard() for placement in spec.placements)
+
+
+def _placed(spec: private.DTensorSpec, row: Sequence[private.DTensorSpec]) -> private.DTensorSpec:
+    """The result of an operator that computes element by element, placed like its arguments."""
+    like = next(each for each in row if each.ndim)
+    return private.altered_spec(spec, None, like.placements) if spec.shape == like.shape else spec
