@@ -162,6 +162,27 @@ def train(model: Any, optimizer: Any, seed: int) -> None:
     optimizer.zero_grad()
 
 
+@ranks(2, 3)
+@pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_optimizers_step_on_ragged_dtensors(world: World, how: dict[str, bool]) -> None:
+    """With a closure, no step is on local tensors."""
+    found = []
+    for model in (sharded(3), seeded(build)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **how)
+
+        def closure(model: Any = model, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            loss = model(torch.ones(3, 8)).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        found.append([each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def state_of(model: Any, optimizer: Any) -> list[Tensor]:
     names = ("exp_avg", "exp_avg_sq")
     return wholes([*model.parameters(), *(optimizer.state[p][name] for p in model.parameters() for name in names)])

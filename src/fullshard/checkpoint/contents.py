@@ -410,7 +410,7 @@ def _subclass(outline: State, name: str, param: nn.Parameter, layout: Layout, ch
     is_cut = layout.order is not None or isinstance(param, FlatParameter)
     if is_cut or any(each is local for each in inner.values()):
         raise cut_differently(f"'{name}', a {outline[_KIND]}", checkpoint)
-    context = [local.shape if isinstance(each, torch.Size) else each for each in outline["context"]]
+    context = layout.inner_context(outline["context"], local.shape)
     made: torch.Tensor = kind.__tensor_unflatten__(inner, context, local.shape, local.stride())
     return make_dtensor(made, altered_spec(spec_of(param), dtype=made.dtype)) if isinstance(param, DTensor) else made
 

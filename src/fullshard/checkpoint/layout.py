@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -90,6 +90,12 @@ class Layout:
         if saved == self.shape or name in TABLES or len(saved) != 1:
             return local if saved == self.shape else saved
         return (math.prod(local) * saved[0] // math.prod(self.shape),)
+
+    def inner_context(self, saved: Any, local: torch.Size) -> Any:
+        """The context of a subclass with the shape ``local`` here, in place of that of the part that was saved."""
+        if not self.is_ragged or not isinstance(saved, list):
+            return saved
+        return [local if isinstance(each, torch.Size) else each for each in saved]
 
     @property
     def has_first(self) -> bool:

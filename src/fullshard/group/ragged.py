@@ -25,6 +25,7 @@ from fullshard import torch_private as private
 _ELEMENTWISE = {"detach", "alias", "clone", "copy_", "_to_copy", "zero_", "fill_", "lerp", "lerp_"}
 _ELEMENTWISE |= {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
 _ELEMENTWISE |= {"normal_", "uniform_", "bernoulli_", "exponential_"}
+_OF_LISTS = ("_foreach_", "_fused_")
 #: Reductions for which neither the sizes of the parts matter nor whether a rank has none.
 _REDUCTIONS = {"_foreach_norm", "linalg_vector_norm", "sum", "any", "all"}
 
@@ -130,7 +131,7 @@ def _propagate(schema: Any, by_torch: Callable[[Any], Any]) -> Any:
         return None
     name = schema.op.name().partition("::")[2].partition(".")[0]
     lists = (private.specs_in(arg) for arg in schema.args_schema if isinstance(arg, (list, tuple)))
-    is_foreach = name.startswith("_foreach_")
+    is_foreach = name.startswith(_OF_LISTS)
     rows = list(zip(*filter(None, lists), strict=False)) if is_foreach else [tuple(specs)]  # of tensors used together
     are_alike = all(len({(spec.placements, spec.shape) for spec in row if spec.ndim}) == 1 for row in rows)
     are_numbers_known = all(spec.is_replicated() for spec in specs if not spec.ndim)
@@ -161,7 +162,7 @@ def _is_float(argument: object) -> TypeGuard[float]:
 
 
 def _is_elementwise(op: Any, name: str) -> bool:
-    return name in _ELEMENTWISE or torch.Tag.pointwise in op.tags or name.startswith("_foreach_")
+    return name in _ELEMENTWISE or torch.Tag.pointwise in op.tags or name.startswith(_OF_LISTS)
 
 
 def _is_cut(spec: private.DTensorSpec) -> bool:
