@@ -150,9 +150,33 @@ MUTATIONS = (
     ),
     Mutation(
         "buffer/plan.py",
-        "(outer, row, numel)",
-        "(outer, numel, numel)",
+        "dims = [(stop - first, step, pitch), (outer, row, numel)",
+        "dims = [(stop - first, step, pitch), (outer, numel, numel)",
         "tests/buffer/test_plan.py::test_every_element_of_a_parameter_has_one_owner",
+    ),
+    Mutation(
+        "comm/all_reduce.py",
+        "scaling = Scaling(before=reduction.divisor)",
+        "scaling = Scaling(after=reduction.divisor)",
+        "tests/comm/test_all_reduce.py::test_a_sum_in_fp16_does_not_overflow",
+    ),
+    Mutation(
+        "comm/shm.py",
+        "mine.copy_(slot)",
+        "mine",
+        "tests/comm/test_all_reduce.py::test_replicas_get_the_same_where_the_sum_is_rounded",
+    ),
+    Mutation(
+        "group/full_buffer.py",
+        "self._versions = tuple(version + 1 for version in self._versions)",
+        "self._versions = tuple(version + 0 for version in self._versions)",
+        "tests/parity/test_stages.py::test_what_autograd_saved_of_a_replica_is_not_read_after_a_step",
+    ),
+    Mutation(
+        "group/strategy.py",
+        "ZERO_1 = replace(SHARD_GRAD_OP, without_sync=Placement.REPLICATED)",
+        "ZERO_1 = replace(SHARD_GRAD_OP, without_sync=Placement.SHARDED)",
+        "tests/parity/test_stages.py::test_parameters_are_dtensors_between_steps",
     ),
     Mutation(
         "buffer/plan.py",

@@ -124,6 +124,8 @@ def test_settings_say_how_even_ragged_parts_are() -> None:
     found = explain(build, ranks=2, rank=1)
     text = " ".join(settings_text(found.groups).split())
     assert "3 ragged parameters: the largest rank has 1.00 times the mean" in text
-    assert "64:192" in parameters_text(found.groups)
     shown = {param.name: (param.rows, param.chunk, param.cuts) for param in found.groups[0].parameters}
-    assert shown["1.weight"] == ((64, 192), 128 * 64, (0, 64, 192))
+    rows, chunk, cuts = shown["1.weight"]
+    assert cuts in ((0, 64, 192), (0, 128, 192)), "which of equal ranks has more depends on the number of the group"
+    assert (rows, chunk) == (cuts[1:], 128 * 64)
+    assert f"{rows[0]}:192" in parameters_text(found.groups)
