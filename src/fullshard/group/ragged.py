@@ -137,7 +137,9 @@ def _propagate(schema: Any, by_torch: Callable[[Any], Any]) -> Any:
     are_numbers_known = all(spec.is_replicated() for spec in specs if not spec.ndim)
     if name in _REDUCTIONS and are_alike and math.inf not in map(abs, filter(_is_float, schema.args_schema)):
         result = by_torch(schema)
-        if not result.needs_redistribute and not any(map(_is_cut, private.specs_in(result.output_spec))):
+        wanted = private.specs_in(result.redistribute_schema.args_schema if result.needs_redistribute else ())
+        stays = any(is_ragged(spec.placements) for spec in wanted)  # some releases want all of each
+        if not stays and not any(map(_is_cut, private.specs_in(result.output_spec))):
             return result
     elif are_alike and are_numbers_known and _is_elementwise(schema.op, name):
         result = by_torch(private.as_replicated(schema))
