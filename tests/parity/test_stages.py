@@ -178,6 +178,11 @@ def test_a_checkpoint_of_one_stage_is_loaded_in_another(world: World, saved: int
         assert torch.equal(whole(one), whole(two))
 
 
+@ranks(2)
+def test_an_optimizer_that_sums_over_matrices_steps_on_replicas(world: World) -> None:
+    check(world, stage_of(0, optimizer=lambda parameters: torch.optim.Adafactor(parameters, lr=0.05)))
+
+
 @everywhere
 @ranks(2)
 def test_replicas_with_gradients_of_different_parameters_say_so(world: World) -> None:

@@ -96,14 +96,15 @@ def _groups_of(optimizer: Optimizer) -> list[GroupContext]:
 
 
 def _refuse_matrices(optimizer: Adafactor) -> None:
-    """Raise an error if Adafactor has a matrix that is a DTensor: it sums rows and columns in place."""
+    """Raise an error if Adafactor has a matrix that is cut: it sums rows and columns in place."""
     for param in (param for options in optimizer.param_groups for param in options["params"]):
-        if isinstance(param, DTensor) and param.dim() > 1 and (owner := owner_of(param)):
+        is_cut = isinstance(param, DTensor) and any(each.is_shard() for each in param.placements)
+        if is_cut and param.dim() > 1 and (owner := owner_of(param)):
             group, index = owner
             raise RuntimeError(
                 f"{type(optimizer).__name__} cannot step on '{group.params[index].name}', which fully_shard has cut: "
                 f"it sums over whole rows and columns. Use an optimizer that computes element by element, such as "
-                f"AdamW, or torch.optim.Muon for matrices"
+                f"AdamW, or shard with zero_stage=0"
             )
 
 
