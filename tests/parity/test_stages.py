@@ -179,6 +179,24 @@ def test_a_checkpoint_of_one_stage_is_loaded_in_another(world: World, saved: int
 
 
 @ranks(2)
+def test_hooks_that_come_after_a_step_get_the_gradients_of_the_next(world: World) -> None:
+    seen: list[int] = []
+    with every_parameter_is_large():
+        wrapped: Any = fullshard.FullyShardedDataParallel(
+            seeded(MLP), sharding_strategy=fullshard.ShardingStrategy.NO_SHARD, device_id=torch.device("cpu")
+        )
+        wrapped(torch.ones(2, 6)).sum().backward()
+        wrapped.register_comm_hook(None, lambda state, grad: seen.append(grad.numel()))
+        wrapped(torch.ones(2, 6)).sum().backward()
+        assert len(seen) == 1
+        model: Any = fullshard.fully_shard(seeded(MLP), zero_stage=0)
+        model(torch.ones(2, 6)).sum().backward()
+        model.set_all_reduce_hook(lambda output: seen.append(output.numel()))
+        model(torch.ones(2, 6)).sum().backward()
+        assert len(seen) == 2, "one tensor for the group"
+
+
+@ranks(2)
 def test_an_optimizer_that_sums_over_matrices_steps_on_replicas(world: World) -> None:
     check(world, stage_of(0, optimizer=lambda parameters: torch.optim.Adafactor(parameters, lr=0.05)))
 

@@ -253,7 +253,7 @@ class Gradients:
         if self._writes:
             self._buffer.give_back()
         self._trainable = ()  # until all of it is done
-        self._adds_whole, self._most_buffers = group.adds_whole, group.gradient_buffers
+        self._most_buffers = group.gradient_buffers
         self._sections, dtypes = self._dtypes_of.sections(trainable, self._keeps_whole and group.keeps_whole)
         pool = group.gradient_pool
         self._buffer: SlotBuffer = SlotBuffer(pool, full_bytes(self._sections, dtypes))
@@ -265,7 +265,7 @@ class Gradients:
         fulls = self._fulls = full_views(self._buffer.memory, self._sections, dtypes)
         make = MessageViews if any(section.plan.is_messages for section in self._sections) else WholeViews
         views = self._views = make(group.params, self._sections, fulls)
-        self._plans: dict[tuple[frozenset[int], bool, bool], ReductionPlan] = {}
+        self._plans: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
         self._gaps: list[torch.Tensor] = []  # parts that travel although no gradient fills them
         if group.is_flat:
             self._gaps += [view for index, view in views.views.items() if not trainable[index]]
@@ -295,8 +295,9 @@ class Gradients:
         self.copy_waiting()
         if not self._arrived and self._module_params.trainable != self._trainable:
             self._lay_out(self._module_params.trainable)
-        sums = self._adds_whole and group.options.strategy.all_reduces and not self._partial
-        if self._adds_whole and not sums and self._views.kept:
+        alone = group.data.shard_group is None  # the options may have changed since gradients were laid out
+        sums = alone and group.adds_whole and group.options.strategy.all_reduces and not self._partial
+        if alone and not sums and self._views.kept:
             self._keeps_whole = False
             self._begin_anew()
         if not self._writes:
@@ -319,8 +320,8 @@ class Gradients:
                 self._views.zero(index)
         for gap in self._gaps:
             gap.zero_()
-        is_final = (sums or group.data.replicate_group is None) and group.options.all_reduce_hook is None
-        plan = self._plans.get((wanted, is_final, sums)) or self._plan_reduction(wanted, is_final, sums)
+        is_final = sums or (group.data.replicate_group is None and group.options.all_reduce_hook is None)
+        plan = self._plans.get((wanted, is_final)) or self._plan_reduction(wanted, is_final)
         reductions, lane = group.comm.reductions, group.comm.lanes.reduce
         zero_copy = list(map(self._views.zero_copy.pop, plan.zero_copy))
         dropped = reductions, reductions.drops
@@ -333,9 +334,10 @@ class Gradients:
                 mark = lane.run(reducing.start, reducing.scattered)
         reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, zero_copy, self._buffer.give_back))
 
-    def _plan_reduction(self, wanted: frozenset[int], is_final: bool, sums: bool) -> ReductionPlan:
+    def _plan_reduction(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
         """Make the plan of a reduction of these parameters. Usually every step has the same."""
         group, parts = self._group, list[Part]()
+        sums = is_final and group.data.replicate_group is not None
         chosen = list[tuple[Section, torch.Tensor, tuple[int, ...]]]()
         for section, full in zip(self._sections, self._fulls, strict=True):
             positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
@@ -368,7 +370,7 @@ class Gradients:
         else:
             beside = zero_copy_in(part.plan for part in parts if part.plan.is_messages)
             zero_copy = [parts[each.section].indices[each.param] for each in beside]
-        made = self._plans[wanted, is_final, sums] = ReductionPlan(parts, is_final, sums, packed, zero_copy)
+        made = self._plans[wanted, is_final] = ReductionPlan(parts, is_final, sums, packed, zero_copy)
         return made
 
     def discard(self) -> None:

@@ -98,7 +98,7 @@ class PendingReduction:
         if self._plan.is_final:
             self._hand_over() if group.offloads else self.accumulate()
             return
-        if group.data.replicate_group is not None and not self._plan.sums:
+        if group.data.replicate_group is not None:
             for index, local in self._locals():
                 if index in self._partial:
                     local.add_(self._partial.pop(index))
@@ -114,7 +114,7 @@ class PendingReduction:
 
     def start_all_reduce(self) -> Pending:
         group, options = self._group, self._group.options
-        if group.data.replicate_group is not None and not self._plan.sums:
+        if group.data.replicate_group is not None:
             all_reduce = options.all_reduce or partial(dist.all_reduce, group=group.data.replicate_group)
             with waiting(f"the all-reduce of {group.title}", group.data.replicate_group):
                 for output in self._outputs:
