@@ -118,8 +118,8 @@ def summon_full_params(
                     raise RuntimeError(f"summon_full_params was called inside another one that holds {group!r}")
                 group.reshard()
                 whole = _whole(group, offload_to_cpu, with_grads)
-                mesh = group.data.mesh  # its last dim is the one over which the group is sharded
-                shown = not rank0_only or mesh.get_local_rank(mesh.ndim - 1) == 0
+                dim = 0 if group.data.shards_replicas else group.data.mesh.ndim - 1  # over which ranks shard together
+                shown = not rank0_only or group.data.mesh.get_local_rank(dim) == 0
                 full = FullParameters(group, whole if shown else {})
                 summoned.callback(full.close)
                 # Unsharded flat parameters always keep what is written, as torch's wrapper does.
@@ -149,17 +149,24 @@ def gather(
     if group.shard.has_meta:
         group.shard.refuse_meta()
     found: dict[int, torch.Tensor] = {}
-    dtypes = [section.dtype for section in group.sections] if dtypes is None else dtypes
+    data, dtypes = group.data, [section.dtype for section in group.sections] if dtypes is None else dtypes
     memory = torch.empty(full_bytes(group.sections, dtypes), dtype=torch.uint8, device=group.device)
-    staging = torch.empty(shard_bytes(group.sections, dtypes), dtype=torch.uint8, device=group.device)
-    fulls, shards = full_views(memory, group.sections, dtypes), shard_views(staging, group.sections, dtypes)
-    for section, full, shard in zip(group.sections, fulls, shards, strict=True):
-        for index, chunk in chunk_views(group.params, section.members, section.plan, shard, group.data.shard_rank):
+    staging = torch.empty(shard_bytes(group.own_sections, dtypes), dtype=torch.uint8, device=group.device)
+    fulls, shards = full_views(memory, group.sections, dtypes), shard_views(staging, group.own_sections, dtypes)
+    for section, shard in zip(group.own_sections, shards, strict=True):
+        for index, chunk in chunk_views(group.params, section.members, section.plan, shard, group.own_rank):
             part = parts[index]
             chunk.zero_() if part is None else chunk.copy_(part)
+    for section, full in zip(group.sections, fulls, strict=True):
         found.update(whole_views(group.params, section, full))
-    transfers = list(map(Transfer, [section.plan for section in group.sections], fulls, shards))
-    group.transport.private.gather_route(transfers, group.data.shard_group, group.tag).start().finish()
+    gathers = [(group.sections, fulls, data.shard_group)]
+    if data.shards_replicas:
+        replica = torch.empty(shard_bytes(group.sections, dtypes), dtype=torch.uint8, device=group.device)
+        gathers.insert(0, (group.own_sections, shard_views(replica, group.sections, dtypes), data.replicate_group))
+    for sections, wholes, over in gathers:
+        transfers = list(map(Transfer, [section.plan for section in sections], wholes, shards))
+        group.transport.private.gather_route(transfers, over, group.tag).start().finish()
+        shards = wholes
     for index, param in enumerate(group.params):
         if param.extends:
             found[index] = _gather_extension(param, parts[index])
@@ -171,11 +178,12 @@ def _whole(group: ParamGroup, offload_to_cpu: bool, with_grads: bool) -> dict[in
     values = gather(group, [param.values for param in group.params])
     grads = gather(group, [param.gradient for param in group.params]) if with_grads else {}
     has_grad = [param.sharded.grad is not None for param in group.params]
-    if with_grads and group.data.shard_group is not None:  # ranks without elements do not know
-        has_any = torch.tensor(has_grad, dtype=torch.uint8, device=group.device)
-        with waiting("a question to all ranks", group.data.shard_group):
-            dist.all_reduce(has_any, dist.ReduceOp.MAX, group=group.data.shard_group)
-        has_grad = has_any.bool().tolist()
+    for over in [group.data.shard_group, group.data.replicate_group if group.data.shards_replicas else None]:
+        if with_grads and over is not None:  # ranks without elements do not know
+            has_any = torch.tensor(has_grad, dtype=torch.uint8, device=group.device)
+            with waiting("a question to all ranks", over):
+                dist.all_reduce(has_any, dist.ReduceOp.MAX, group=over)
+            has_grad = has_any.bool().tolist()
     shown = {}
     for index, value in values.items():
         param = group.params[index]

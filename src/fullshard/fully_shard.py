@@ -31,7 +31,7 @@ from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP, ZERO, Placement, Strategy
 from fullshard.group.verify import verify_parameters, verify_values
-from fullshard.meshes import data_mesh, default_mesh, smaller_mesh
+from fullshard.meshes import data_mesh, default_mesh, shard_replicas, smaller_mesh
 from fullshard.module import ShardedModule, sharded_class
 from fullshard.optim.steps import watch_steps
 from fullshard.overlaps import refuse_overlaps
@@ -62,6 +62,7 @@ class ShardOptions(TypedDict, total=False):
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
     zero_stage: int
+    outer_zero_stage: int
     auto_wrap_policy: Any
     check_values: bool
 
@@ -83,6 +84,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     zero_stage: int = 3,
+    outer_zero_stage: int = 0,
     auto_wrap_policy: Any = None,
     check_values: bool = False,
 ) -> Any:
@@ -118,6 +120,10 @@ def fully_shard(
             that several micro-batches communicate once for each optimizer step. 0: nothing is sharded, as in DDP; every
             rank of the mesh is a replica. In every stage parameters are DTensors between steps, and a checkpoint of one
             stage is loaded in any other.
+        outer_zero_stage: what the replicas of a 2-D mesh have. 0: all of their shards, as in HSDP. 1: only a part of
+            each, as of the optimizer state and the gradients; each shard is gathered over the replicas once for each
+            optimizer step, and gradients are reduce-scattered over them in place of the all-reduce (the hybrid of
+            Megatron-FSDP). Parameters are then DTensors on the mesh with its dims exchanged.
         auto_wrap_policy: chooses submodules to shard before ``module``, with the same options or those that it
             returns; see ``fullshard.wrap``. One call on the root is then enough.
         check_values: whether to compare the parameters' values between the ranks, in one pass over them. Ranks with
@@ -147,6 +153,8 @@ def fully_shard(
     mesh = default_mesh() if mesh is None else mesh
     policies.expect(isinstance(mesh, DeviceMesh), "mesh", mesh, "a DeviceMesh")
     data = data_mesh(mesh, dims, shards=_stage(zero_stage, reshard_after_forward) > 0)
+    if _shards_replicas(outer_zero_stage):
+        data = shard_replicas(data)
     device = compute_device(mesh.device_type)
     torch_classes = replicated(modules)
     if auto_wrap_policy is not None:
@@ -170,7 +178,7 @@ def fully_shard(
     auto_reshard = reshard_after_forward is None and zero_stage == 3
     unit = Unit(modules, device, replace(mp_policy, param_dtype_override_fn=None), auto_reshard)
     unit.ignored, unit.extents = {id(param) for param in ignored}, extents
-    for own_mesh, sharded in _by_mesh(params, data, shard_placement_fn).items():
+    for own_mesh, sharded in _by_mesh(params, data, shard_placement_fn, mesh).items():
         if check_values:
             verify_values(sharded, own_mesh)
         strategy = _strategy(zero_stage, after_forward, own_mesh)
@@ -281,6 +289,13 @@ def _stage(stage: int, after_forward: bool | int | None) -> int:
     return stage
 
 
+def _shards_replicas(outer_stage: int) -> bool:
+    is_int = type(outer_stage) is int
+    error = ValueError if is_int else TypeError
+    policies.expect(is_int and outer_stage in (0, 1), "outer_zero_stage", outer_stage, "0 or 1", error)
+    return outer_stage == 1
+
+
 def _strategy(stage: int, choice: bool | int, data: DataMesh) -> tuple[Strategy, DataMesh | None]:
     """The strategy of a stage and ``reshard_after_forward``, and the post-forward mesh, if there is one."""
     what, size = "reshard_after_forward", data.shard_size
@@ -350,8 +365,10 @@ def _keep_batch_norm(policy: MixedPrecisionPolicy, params: _Found) -> MixedPreci
     )
 
 
-def _by_mesh(params: _Found, data: DataMesh, placement_fn: _PlacementFn) -> dict[DataMesh, list[ShardedParameter]]:
-    """The parameters of each mesh. There is one mesh unless ``placement_fn`` names others."""
+def _by_mesh(
+    params: _Found, data: DataMesh, placement_fn: _PlacementFn, mesh: DeviceMesh
+) -> dict[DataMesh, list[ShardedParameter]]:
+    """The parameters of each mesh. There is one, ``mesh``, unless ``placement_fn`` names others."""
     groups: dict[DataMesh, list[ShardedParameter]] = {}
     meshes: dict[DeviceMesh, DataMesh] = {}
     for param, locations in params.items():
@@ -362,13 +379,15 @@ def _by_mesh(params: _Found, data: DataMesh, placement_fn: _PlacementFn) -> dict
             except policies.InvalidShardPlacement as error:
                 raise policies.InvalidShardPlacement(f"for parameter '{locations[0].full_name}': {error}") from error
             placement = result.placement
-            if result.device_mesh is not None and result.device_mesh != data.mesh:
+            if result.device_mesh is not None and result.device_mesh not in (data.mesh, mesh):
                 if data.shard_group is None:
                     raise ValueError(
                         f"shard_placement_fn names a mesh for parameter '{locations[0].full_name}', but the mesh given "
                         f"to fully_shard only replicates"
                     )
                 own_mesh = meshes.setdefault(result.device_mesh, data_mesh(result.device_mesh))
+                if data.shards_replicas and own_mesh.replicate_group is not None and not own_mesh.shards_replicas:
+                    own_mesh = meshes[result.device_mesh] = shard_replicas(own_mesh)
             _check_parameters({param: locations}, own_mesh, torch.device(own_mesh.mesh.device_type))
         groups.setdefault(own_mesh, []).append(ShardedParameter(param, locations, own_mesh, placement))
     return groups

@@ -72,6 +72,30 @@ def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None, shards
     return data_mesh(flatten_mesh(mesh, "_".join(mesh.mesh_dim_names)), shards=False)
 
 
+def shard_replicas(data: DataMesh) -> DataMesh:
+    """The same ranks, where each shard is cut again over the replicas. Raises ValueError if there are no replicas, or
+    other parallelisms beside them."""
+    if data.spmd_mesh is not None or data.shard_group is None or data.replicate_group is None:
+        has = f"{data.mesh} only " + ("replicates" if data.shard_group is None else "shards")
+        has = has if data.spmd_mesh is None else "dp_mesh_dims names dims beside other parallelisms"
+        raise ValueError(
+            f"outer_zero_stage=1 shards the optimizer state over the replicas too, and needs a 2-D mesh that replicates "
+            f"over its first dim and shards over its second, but {has}"
+        )
+    mesh = _transposed(data.mesh, dist.group.WORLD)
+    return DataMesh(mesh, data.shard_group, data.replicate_group, shards_replicas=True)
+
+
+@lru_cache(maxsize=64)
+def _transposed(mesh: DeviceMesh, made_in: object) -> DeviceMesh:
+    """A 2-D mesh with its dims exchanged: placements apply in the order of the dims, and replicas cut shards. It is
+    valid until ``made_in``, the default process group, is destroyed."""
+    names = tuple(reversed(mesh.mesh_dim_names or ()))
+    groups = [_process_group(mesh, 1), _process_group(mesh, 0)]
+    ranks = mesh.mesh.T.contiguous()
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
+
+
 def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
     known = mesh.mesh_dim_names
     if known is None:
@@ -131,7 +155,8 @@ def smaller_mesh(data: DataMesh, size: int) -> DataMesh:
 
     All ranks of ``data`` must call it in the same order: it makes process groups, once for each mesh and size.
     """
-    ranks = tuple(data.mesh.mesh.flatten().tolist())
+    rows = data.mesh.mesh.T if data.shards_replicas else data.mesh.mesh
+    ranks = tuple(rows.flatten().tolist())
     return _smaller_mesh(ranks, size, data.mesh.device_type, dist.group.WORLD)
 
 

@@ -264,6 +264,13 @@ class Plan:
         plan = replace(self, params=params, world_size=ranks, layout="even", least_zero_copy=least, zero_copy=())
         return _cut(replace(plan, is_messages=False, message_offsets=()))
 
+    def inside(self, rank: int, parts: int) -> Plan:
+        """The shard of ``rank`` as a full buffer, where each parameter's chunk is cut again into ``parts`` (*even*)."""
+        params = tuple(replace(each, shape=each.chunk_shape(rank, self.world_size)) for each in self.params)
+        least = self.least_zero_copy // self.world_size * parts
+        plan = replace(self, params=params, world_size=parts, least_zero_copy=least, zero_copy=(), is_messages=False)
+        return _cut(replace(plan, full_offsets=self.shard_offsets, full_numel=self.shard_numel, message_offsets=()))
+
     def select(self, indices: Iterable[int]) -> Plan:
         """The plan of some of the parameters: cut as here, at the same place in the full buffer, in another shard. Of
         *flat* it is the plan itself, which cannot leave any out."""

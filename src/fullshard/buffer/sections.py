@@ -33,6 +33,10 @@ class Section:
         params = [replace(param, cuts=None) for param in self.plan.params]
         return Section(self.dtype, self.members, make_plan(params, ranks))
 
+    def inside(self, rank: int, parts: int) -> Section:
+        """The chunks of ``rank``, each cut again into ``parts`` (*even* only)."""
+        return Section(self.dtype, self.members, self.plan.inside(rank, parts))
+
 
 def full_bytes(sections: Sequence[Section], dtypes: Dtypes) -> int:
     """Size in bytes of the full buffer when the sections have these dtypes."""

@@ -68,6 +68,8 @@ class GroupContext:
     def __post_init__(self) -> None:
         #: The parameters by stored dtype, without those that define how they are gathered.
         self.sections: tuple[Section, ...] = ()
+        self.own_sections: tuple[Section, ...] = ()  # the same, as each rank's shard between steps is cut from them
+        self.own_rank = self.data.replicate_rank if self.data.shards_replicas else self.data.shard_rank
         self.compute_dtypes: list[torch.dtype] = []  # in which each section is gathered
         offload = self.options.offload
         #: Whether parameters are on the CPU between uses.
@@ -109,6 +111,10 @@ class GroupContext:
         for section in self.sections:
             for position, index in enumerate(section.members):
                 self.params[index].note_plan(section.plan, position)
+        self.own_sections = self.sections
+        if self.data.shards_replicas:
+            rank, replicas = self.data.shard_rank, self.data.replicate_size
+            self.own_sections = tuple(section.inside(rank, replicas) for section in self.sections)
         self.compute_dtypes = list(map(self.compute_dtype, firsts))
 
     def plan(self, members: Sequence[int], casts: bool = False) -> Plan:

@@ -31,6 +31,7 @@ from fullshard.group.extension import ExtensionGather
 from fullshard.group.mesh import DataMesh
 from fullshard.group.owners import register
 from fullshard.group.parameter import chunk_views, whole_views
+from fullshard.group.replica import ReplicaShard
 from fullshard.group.shard import ShardBuffer, SharedChunks
 
 #: The version of leaves whose memory another group may have. Autograd refuses to read what it saved of them.
@@ -276,7 +277,7 @@ class GatheredBuffer(FullBuffer):
             start: Callable[[], Any] = self._start_group
             if self._extensions is not None:
                 start = partial(self._extensions.start, start)
-            elif self._route is not None and self._post_forward is None and then is None:
+            elif self._route is not None and self._post_forward is None and then is None and shard.replica is None:
                 start = self._route.start
             lane = group.comm.lanes.gather
             is_direct = lane.is_host and then is None and "run" not in lane.__dict__  # where observers override it
@@ -298,12 +299,18 @@ class GatheredBuffer(FullBuffer):
         """Start to gather the parameters that have no gather of their own."""
         if self._post_forward is not None:
             return self._post_forward.route.start()
-        group, shard = self._group, self._shard
-        if shard.needs_staging:
+        group, shard, values = self._group, self._shard, self._values
+        is_there = shard.replica is not None and values is not None and shard.replica.has(values)
+        if shard.needs_staging and not is_there:
             self._staging = self._staging or shard.make_staging()
             shard.stage(self._staging)
+        parts = shard.staged_views if shard.needs_staging else shard.views
+        if shard.replica is not None:
+            if not is_there:
+                assert values is not None
+                shard.replica.gather(parts, values)
+            parts = shard.replica.views
         if self._route is None:
-            parts = shard.staged_views if shard.needs_staging else shard.views
             transfers = list(map(Transfer, [section.plan for section in group.sections], self.views, parts))
             self._route = group.transport.private.gather_route(transfers, group.data.shard_group, group.tag)
         return self._route.start()
@@ -319,6 +326,8 @@ class GatheredBuffer(FullBuffer):
     def use_pool(self) -> None:
         self.buffer.change_pool(self._group.parameter_pool)
         self._staging, self._shard.staged_views, self._route = None, (), None
+        if self._shard.replica is not None:
+            self._shard.replica = ReplicaShard(self._group)
 
 
 class WholeBuffer(FullBuffer):

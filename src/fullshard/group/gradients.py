@@ -10,14 +10,14 @@ several. Between micro-batches without reduction the buffer stays with the group
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Protocol
 
 import torch
 
 from fullshard.buffer.messages import zero_copy_in
+from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.device import HoldingMark
@@ -26,8 +26,9 @@ from fullshard.group.full_buffer import FullBuffer
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.gradient_views import MessageViews, WholeViews
 from fullshard.group.module_parameters import ModuleParameters
-from fullshard.group.parameter import ShardedParameter
-from fullshard.group.reduction import Part, PendingReduction, ReductionPlan
+from fullshard.group.parameter import IndexedTensor, ShardedParameter
+from fullshard.group.reduction import Part, PendingReduction, ReductionPlan, make_part
+from fullshard.group.replica import ReplicaGradients
 from fullshard.group.strategy import Placement
 from fullshard.torch_private import foreach_add, version_of
 
@@ -336,7 +337,7 @@ class Gradients:
 
     def _plan_reduction(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
         """Make the plan of a reduction of these parameters. Usually every step has the same."""
-        group, parts = self._group, list[Part]()
+        group, parts, own = self._group, list[Part](), list[Part]()
         sums = is_final and group.data.replicate_group is not None
         chosen = list[tuple[Section, torch.Tensor, tuple[int, ...]]]()
         for section, full in zip(self._sections, self._fulls, strict=True):
@@ -349,20 +350,17 @@ class Gradients:
         for section, full, positions in chosen:
             plan = section.plan.select(positions)
             members = section.members if group.is_flat else [section.members[position] for position in positions]
-            shard = torch.empty(plan.shard_numel, device="meta")
-            grads = [(i, part) for i, part in self._module_params.gradient_views(members, plan, shard) if i in wanted]
-            views = [part for _, part in grads]
-            chunks = [p.shape for p in views], [p.stride() for p in views], [int(p.storage_offset()) for p in views]
-            lengths = [p.numel() for p in views if p.ndim == 1]
-            if [*accumulate(lengths, initial=0)] != [*chunks[2], plan.shard_numel]:
-                lengths = []
             home = section.dtype
             if group.options.keep_computed_dtype:
                 computed = group.compute_dtype(group.params[section.members[0]])
                 home = computed if group.data.shard_group is not None else full.dtype
-            dtype = home if is_final else full.dtype
-            allocate = partial(torch.empty, plan.shard_numel, dtype=dtype, device=group.device)
-            parts.append(Part(tuple(i for i, _ in grads), plan, full, allocate, home, chunks, lengths))
+            dtype, rank = home if is_final else full.dtype, group.data.shard_rank
+            gradients = self._gradients_in(plan, rank, members, wanted)
+            parts.append(make_part(gradients, plan, full, dtype, home))
+            if group.data.shards_replicas:
+                plan = plan.inside(rank, group.data.replicate_size)
+                gradients = self._gradients_in(plan, group.own_rank, members, wanted)
+                own.append(make_part(gradients, plan, full, dtype, home))
         packed = parts
         if sums:
             zero_copy = [index for part in parts for index in part.indices if index in kept]
@@ -371,13 +369,25 @@ class Gradients:
             beside = zero_copy_in(part.plan for part in parts if part.plan.is_messages)
             zero_copy = [parts[each.section].indices[each.param] for each in beside]
         made = self._plans[wanted, is_final] = ReductionPlan(parts, is_final, sums, packed, zero_copy)
+        if own:
+            plans, dtypes = [part.plan for part in parts], [part.full.dtype for part in parts]
+            made.replica = ReplicaGradients(group, plans, [part.plan for part in own], dtypes)
+            made.replica_parts = own
         return made
+
+    def _gradients_in(self, plan: Plan, rank: int, members: Sequence[int], wanted: frozenset[int]) -> list[IndexedTensor]:
+        """The gradients that are wanted, in the shard that ``rank`` has by a plan, on meta."""
+        shard = torch.empty(plan.shard_numel, device="meta")
+        return [(i, part) for i, part in self._module_params.gradient_views(members, plan, shard, rank) if i in wanted]
 
     def discard(self) -> None:
         """Drop all gradients that are not in ``param.grad`` yet."""
         self._waiting, self._waiting_bytes, self._expected, self._shown_waiting = {}, 0, self._nothing, []
         self._arrived.clear()
         self._partial.clear()
+        for plan in self._plans.values():
+            if plan.replica is not None:
+                plan.replica.buffer.give_back()
         self._views.zero_copy.clear()
         self._writes = False
         self._buffer.give_back()

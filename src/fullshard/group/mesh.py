@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 class DataMesh:
     """Ranks that hold different data."""
 
-    mesh: DeviceMesh  # 1-D, or 2-D as replicate by shard
+    mesh: DeviceMesh  # 1-D, or 2-D as replicate by shard; as shard by replicate if ``shards_replicas``
     shard_group: dist.ProcessGroup | None = None  # ``None`` for a mesh that only replicates
     replicate_group: dist.ProcessGroup | None = None  # ``None`` for a mesh that only shards
     spmd_mesh: DeviceMesh | None = None  # the full mesh on which the parameters are already DTensors, if one was given
     shard_dims: tuple[int, ...] = ()  # which of its dims shard
     spmd_dims: tuple[int, ...] = ()  # which of its dims are data-parallel
+    shards_replicas: bool = False  # whether each shard is cut again over the replicas between steps
 
     @cached_property
     def shard_size(self) -> int:
@@ -31,3 +32,7 @@ class DataMesh:
     @cached_property
     def replicate_size(self) -> int:
         return self.replicate_group.size() if self.replicate_group is not None else 1
+
+    @cached_property
+    def replicate_rank(self) -> int:
+        return self.replicate_group.rank() if self.replicate_group is not None else 0

@@ -51,9 +51,11 @@ class ModuleParameters:
         """Whether the modules show the unsharded parameters."""
         return self._shown.is_unsharded
 
-    def gradient_views(self, indices: Sequence[int], plan: Plan, shard: torch.Tensor) -> Iterable[IndexedTensor]:
-        """Which parts of a reduced ``shard`` are the gradients of which parameters."""
-        return chunk_views(self._group.params, indices, plan, shard, self._group.data.shard_rank)
+    def gradient_views(
+        self, indices: Sequence[int], plan: Plan, shard: torch.Tensor, rank: int
+    ) -> Iterable[IndexedTensor]:
+        """Which parts of the reduced ``shard`` of ``rank`` are the gradients of which parameters."""
+        return chunk_views(self._group.params, indices, plan, shard, rank)
 
     def prepare(self) -> None:
         """Prepare the updates anew: parameters, leaves or locations have changed."""
@@ -206,7 +208,8 @@ class ModuleParameters:
                 f"parameter '{param.name}' is a sharded tensor in its module, not a Parameter, because "
                 f"functional_call put it there: give functional_call full tensors, for example p.full_tensor()"
             )
-        found, expected = tuple(local_of(shown).shape), param.chunk_shape(self._group.data.shard_rank)
+        expected = tuple(param.rows_of(torch.empty(param.shape, device="meta")).shape)
+        found = tuple(local_of(shown).shape)
         if found != expected:
             raise RuntimeError(
                 f"parameter '{param.name}' was replaced by a DTensor whose local shape is {found} where {expected} is "

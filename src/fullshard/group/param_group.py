@@ -150,6 +150,9 @@ class ParamGroup(GroupContext):
 
     def reshard_after_backward(self) -> None:
         """Bring the parameters to the placement that they have after a backward."""
+        if self.shard.replica is not None:
+            strategy = self.options.strategy
+            self.shard.replica.accumulates = not (strategy.reduces and strategy.all_reduces)
         if self.options.strategy.reshards:
             self.reshard()
 

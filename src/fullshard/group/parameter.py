@@ -85,13 +85,18 @@ class ShardedParameter:
         self.ragged = placement if isinstance(placement, Ragged) and self.dim is not None else None
         self._cut = ParamShape(self.name, tuple(self.shape), self.dim)
         self.unsharded_spec = private.spec_of(param) if isinstance(param, DTensor) else None
-        self.spec = self._sharded_spec(whole)
         self.extends = self.defines_gather(whole)
+        why = "defines how it is gathered" if self.extends else "is a DTensor already"
         if self.ragged is not None and (self.extends or self.unsharded_spec is not None):
-            why = "defines how it is gathered" if self.extends else "is a DTensor already"
             raise ValueError(
                 f"shard_placement_fn returned {placement} for parameter '{self.name}', which {why}: return None for it"
             )
+        if data.shards_replicas and (self.extends or self.unsharded_spec is not None or self.ragged is not None):
+            raise ValueError(
+                f"outer_zero_stage=1 cuts the shard of each parameter once more, but parameter '{self.name}' "
+                f"{f'is {placement}, whose blocks are never cut' if self.ragged else why}: use outer_zero_stage=0"
+            )
+        self.spec = self._sharded_spec(whole)
         self.overridden_dtype: torch.dtype | None = None  # in which it is gathered, if not the policy's
         self.grad_dtype: private.GradDtype = private.chosen_grad_dtype(param)  # stays when it is converted or replaced
         self.sharded: nn.Parameter = param  # until the group has a chunk for it
@@ -152,7 +157,11 @@ class ShardedParameter:
         """The part that a DTensor sharded along ``dim`` has on this rank."""
         if self.dim is None:
             return whole
-        start, stop = self._cut.chunk(self.data.shard_rank, self.data.shard_size)
+        data, start, stop = self.data, *self._cut.chunk(self.data.shard_rank, self.data.shard_size)
+        if data.shards_replicas:
+            inside = ParamShape(self.name, self.chunk_shape(data.shard_rank), self.dim)
+            first, last = inside.chunk(data.replicate_rank, data.replicate_size)
+            start, stop = start + first, start + last
         return whole.narrow(self.dim, start, stop - start)
 
     @property
@@ -252,7 +261,9 @@ class ShardedParameter:
         if self.dim is not None:
             parts = 1 if self.unsharded_spec is None else private.parts_of(self.unsharded_spec, self.dim, before)
             placement = Shard(self.dim) if parts == 1 else private.StridedShard(self.dim, split_factor=parts)
-        return [Replicate(), placement] if self.data.replicate_group is not None else [placement]
+        if self.data.replicate_group is None:
+            return [placement]
+        return [placement, placement] if self.data.shards_replicas else [Replicate(), placement]
 
     def _spec_on_full_mesh(self, mesh: DeviceMesh, before: private.DTensorSpec) -> private.DTensorSpec:
         if before.mesh != mesh:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,12 @@ from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.all_reduce import sum_route
 from fullshard.comm.transport import Reduction, Route, StillRead, Transfer
 from fullshard.comm.waits import waiting
-from fullshard.device import Done, HoldingMark, Pending, beside, copy_to_host, is_host
+from fullshard.device import PASSED, Done, HoldingMark, Pending, beside, copy_to_host, is_host
 from fullshard.group.comm_context import Reductions
 from fullshard.group.context import GroupContext
 from fullshard.group.module_parameters import ModuleParameters
+from fullshard.group.parameter import IndexedTensor
+from fullshard.group.replica import ReplicaGradients
 from fullshard.torch_private import after_accumulation, foreach_add, run_after_accumulation
 
 
@@ -39,6 +42,19 @@ class Part:
     lengths: list[int]  # of chunks, if all are vectors end to end: then one call finds them
 
 
+def make_part(
+    gradients: Sequence[IndexedTensor], plan: Plan, full: torch.Tensor, dtype: torch.dtype, home: torch.dtype
+) -> Part:
+    """The part with these gradients in the shard of ``plan``, which is reduced in ``dtype``."""
+    views = [view for _, view in gradients]
+    chunks = [v.shape for v in views], [v.stride() for v in views], [int(v.storage_offset()) for v in views]
+    lengths = [view.numel() for view in views if view.ndim == 1]
+    if [*accumulate(lengths, initial=0)] != [*chunks[2], plan.shard_numel]:
+        lengths = []
+    allocate = partial(torch.empty, plan.shard_numel, dtype=dtype, device=full.device)
+    return Part(tuple(index for index, _ in gradients), plan, full, allocate, home, chunks, lengths)
+
+
 @dataclass(eq=False)
 class ReductionPlan:
     """The parameters that take part in a reduction, by section, and how their gradients travel."""
@@ -48,6 +64,8 @@ class ReductionPlan:
     sums: bool  # whether the route includes the replicas, each of which has all of the parameters
     packed: Sequence[Part]  # the first of the parts: all but zero-copy gradients in which the replicas add up
     zero_copy: Sequence[int]  # parameters whose gradients are not in the buffer
+    replica: ReplicaGradients | None = None  # where the parts' values are added up next, if replicas shard them
+    replica_parts: Sequence[Part] = ()  # what comes of it
     route: Route | None = None  # once a reduction was started
 
 
@@ -64,11 +82,14 @@ class PendingReduction:
     _reductions: Reductions
     _drops: int  # ``Reductions.drops`` when it began
     _outputs: Sequence[torch.Tensor] = ()
+    _parts: Sequence[Part] = ()  # as which parameters' gradients lie in the outputs
     _pending: Pending | None = None
 
     def start(self) -> Pending:
         group, plan = self._group, self._plan
-        outputs = self._outputs = [part.allocate() for part in plan.packed]
+        self._parts = plan.parts
+        outputs = plan.replica.take() if plan.replica is not None else [part.allocate() for part in plan.packed]
+        self._outputs = outputs
         if group.is_flat:  # all of the shard is shown, its padding too
             for part, output in zip(plan.parts, outputs, strict=True):
                 output[part.plan.owned_numel(group.data.shard_rank) :].zero_()
@@ -93,8 +114,10 @@ class PendingReduction:
         group = self._group
         if self._buffer.pool.is_host:
             self._buffer.give_back(self._pending if isinstance(self._pending, StillRead) else None)
+        replica = self._plan.replica
+        give_back = (lambda mark: None) if replica is None else replica.buffer.give_back
         if self._reductions.drops != self._drops:
-            return  # an error has ended the step of these gradients
+            return give_back(PASSED)  # an error has ended the step of these gradients
         if self._plan.is_final:
             self._hand_over() if group.offloads else self.accumulate()
             return
@@ -103,40 +126,46 @@ class PendingReduction:
                 if index in self._partial:
                     local.add_(self._partial.pop(index))
             if not group.options.strategy.all_reduces:
-                self._partial.update(self._locals())
+                keeps = replica is None
+                self._partial.update((index, local if keeps else local.clone()) for index, local in self._locals())
+                give_back(PASSED)
                 return
         outputs = self._outputs
         mark = group.comm.lanes.all_reduce.run(self.start_all_reduce, self._hand_over)
+        holding = HoldingMark(mark, outputs, give_back)
         if is_host(group.device):
-            mark.wait()
+            holding.wait()
         else:
-            group.comm.reductions.add_sum(HoldingMark(mark, outputs))
+            group.comm.reductions.add_sum(holding)
 
     def start_all_reduce(self) -> Pending:
-        group, options = self._group, self._group.options
+        group, options, plan = self._group, self._group.options, self._plan
+        if plan.replica is not None:
+            self._outputs, self._parts = [part.allocate() for part in plan.replica_parts], plan.replica_parts
+            return plan.replica.start(self._outputs)
         if group.data.replicate_group is not None:
             all_reduce = options.all_reduce or partial(dist.all_reduce, group=group.data.replicate_group)
             with waiting(f"the all-reduce of {group.title}", group.data.replicate_group):
                 for output in self._outputs:
                     all_reduce(output)
-        if options.all_reduce_hook is not None:
-            with torch.no_grad(), beside(options.all_reduce_hook_stream, group.device):
-                for output in self._outputs:
-                    options.all_reduce_hook(output)
         return Done()
 
     def _locals(self) -> list[tuple[int, torch.Tensor]]:
         """The chunk of each parameter in the outputs."""
         found: list[tuple[int, torch.Tensor]] = []
-        for part, output in zip(self._plan.parts, self._outputs, strict=True):
+        for part, output in zip(self._parts, self._outputs, strict=True):
             vectors = part.lengths and torch.unsafe_split_with_sizes(output, part.lengths)
             found += zip(part.indices, vectors or map(output.as_strided, *part.chunks), strict=True)
         return found
 
     def _hand_over(self) -> None:
         """Bring the reduced values to the dtype and the device of ``param.grad``, and accumulate them there."""
-        group = self._group
-        self._outputs = [*map(torch.Tensor.to, self._outputs, [part.home_dtype for part in self._plan.parts])]
+        group, hook = self._group, self._group.options.all_reduce_hook
+        if hook is not None:
+            with torch.no_grad(), beside(group.options.all_reduce_hook_stream, group.device):
+                for output in self._outputs:
+                    hook(output)
+        self._outputs = [*map(torch.Tensor.to, self._outputs, [part.home_dtype for part in self._parts])]
         if group.offloads and not is_host(group.device):
             self._outputs, arrived = copy_to_host(self._outputs, group.device, group.pins_memory)
             group.comm.reductions.arriving.append((arrived, self.accumulate))

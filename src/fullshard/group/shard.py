@@ -21,6 +21,7 @@ from fullshard.comm.transport import SharedMemory
 from fullshard.device import host_memory, is_host
 from fullshard.group.context import GroupContext
 from fullshard.group.parameter import chunk_views
+from fullshard.group.replica import ReplicaShard
 from fullshard.torch_private import foreach_copy
 
 
@@ -33,7 +34,7 @@ class ShardBuffer:
         values = [param.values for param in group.params]
         self.is_meta = bool(values) and all(tensor.is_meta for tensor in values)  # then nothing is allocated
         dtypes = [section.dtype for section in group.sections]
-        self.nbytes = shard_bytes(group.sections, dtypes)
+        self.nbytes = shard_bytes(group.own_sections, dtypes)
         self.views: tuple[torch.Tensor, ...] = ()
         self.memory: torch.Tensor | None = None  # of the views, if they are the full buffer
         self.is_unmapped = self._may_share()  # whether ranks that are to share memory have not mapped it yet
@@ -51,6 +52,7 @@ class ShardBuffer:
         is_like = dtypes == group.compute_dtypes and not (group.offloads and not is_host(device))
         is_alone = group.data.shard_group is None
         self.needs_staging = not is_alone and not is_like  # without other ranks a gather casts
+        self.replica = ReplicaShard(group) if group.data.shards_replicas else None
         #: Whether the shard is the full buffer: it has every parameter, as the modules use it.
         self.is_full = is_alone and is_like and all(section.plan.is_rank_major for section in group.sections)
         self.is_full = self.is_full and not any(param.extends for param in group.params)
@@ -62,7 +64,7 @@ class ShardBuffer:
         group = self._group
         if not (group.params and group.may_share) or group.transport.private is group.transport:
             return False
-        if group.data.shard_group is None or group.options.post_forward_mesh is not None:
+        if group.data.shard_group is None or group.options.post_forward_mesh is not None or group.data.shards_replicas:
             return False
         return not any(param.extends for param in group.params)
 
@@ -86,10 +88,10 @@ class ShardBuffer:
         else:
             memory = group.transport.private.allocate(nbytes, group.device)
         memory.zero_()  # padding travels too and is never read: make it the same every time
-        self.memory, self.views = memory, shard_views(memory, group.sections, dtypes)
+        self.memory, self.views = memory, shard_views(memory, group.own_sections, dtypes)
         chunks: dict[int, torch.Tensor] = {}
-        for section, view in zip(group.sections, self.views, strict=True):
-            chunks.update(chunk_views(group.params, section.members, section.plan, view, group.data.shard_rank))
+        for section, view in zip(group.own_sections, self.views, strict=True):
+            chunks.update(chunk_views(group.params, section.members, section.plan, view, group.own_rank))
         return chunks
 
     @torch.inference_mode(False)
@@ -116,7 +118,7 @@ class ShardBuffer:
     def make_staging(self) -> SlotBuffer:
         """A buffer for :meth:`stage`, with memory from the pool."""
         group = self._group
-        staging = SlotBuffer(group.staging_pool, shard_bytes(group.sections, group.compute_dtypes))
+        staging = SlotBuffer(group.staging_pool, shard_bytes(group.own_sections, group.compute_dtypes))
         group.staging_pool.ordinary = max(group.staging_pool.ordinary, staging.nbytes)
         return staging
 
@@ -126,7 +128,7 @@ class ShardBuffer:
         staging.take()  # given back in the lane in which it is taken: nobody else can still read it
         if not self.staged_views:
             with torch.inference_mode(False):
-                self.staged_views = shard_views(staging.memory, group.sections, group.compute_dtypes)
+                self.staged_views = shard_views(staging.memory, group.own_sections, group.compute_dtypes)
         with torch.no_grad():
             if self.views:
                 foreach_copy(self.staged_views, self.views)

@@ -256,10 +256,12 @@ class FlatModuleParameters(ModuleParameters):
             self.as_sharded.registered = self.as_unsharded.registered = registered
         self._where = [(tensor, chunk.data_ptr(), chunk.shape) for tensor, chunk in shown]
 
-    def gradient_views(self, indices: Sequence[int], plan: Plan, shard: torch.Tensor) -> Iterable[IndexedTensor]:
+    def gradient_views(
+        self, indices: Sequence[int], plan: Plan, shard: torch.Tensor, rank: int
+    ) -> Iterable[IndexedTensor]:
         if self._flats:
             return [(indices[0], shard)]
-        return [(index, part) for index, part in super().gradient_views(indices, plan, shard) if part.numel()]
+        return [(index, part) for index, part in super().gradient_views(indices, plan, shard, rank) if part.numel()]
 
     def accumulate_gradients(self, grads: Iterable[IndexedTensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         more = []
