@@ -77,7 +77,7 @@ def _copied(model: nn.Module, x: torch.Tensor) -> float:
     """Bytes that a gather copies within this rank, once it is warm."""
     with torch.no_grad():
         next(model.parameters()).add_(0)
-        with Traffic(dist.get_world_size()) as traffic:
+        with Traffic() as traffic:
             model(x)
     return traffic.copied
 

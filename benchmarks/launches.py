@@ -87,7 +87,7 @@ def _measure_count(world_size: int, count: int | str, groups: int) -> dict[str, 
             for _ in range(_WARM_UP):
                 _run(model, x)
                 _drop_gradients(model)
-            counts = Counts(world_size)
+            counts = Counts()
             before = streams.synchronizations
             with counts:
                 _run(model, x)
@@ -165,14 +165,10 @@ def _device() -> Iterator[SimulatedStreams]:
 
 
 class Counts(Traffic):
-    """Counts while it is entered; bytes are bytes here.
+    """Counts while it is entered; bytes are bytes here."""
 
-    Args:
-        world_size: the ranks that communicate.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        super().__init__(world_size)
+    def __init__(self) -> None:
+        super().__init__()
         self.cost = Cost()
 
     def __enter__(self) -> Self:

@@ -178,7 +178,7 @@ def _padding(contender: Contender) -> float:
     with torch.no_grad():
         sharded(torch.ones(1))
         next(sharded.parameters()).add_(0)
-        with Traffic(dist.get_world_size()) as traffic:
+        with Traffic() as traffic:
             sharded(torch.ones(1))
     return traffic.gathered / nbytes
 

@@ -123,7 +123,7 @@ def _measure(work: Work, rounds: int, keep: bool) -> dict[str, Steps]:
 
 def _count(trainer: Trainer, steps: Steps) -> None:
     batch = trainer.next_batch()
-    with Traffic(dist.get_world_size()) as traffic:
+    with Traffic() as traffic:
         trainer.step(batch)
     steps.asked, steps.copied, steps.unknown = traffic.asked, traffic.copied, sorted(traffic.unknown)
 

@@ -98,7 +98,7 @@ def _count(name: str, work: Work, optimizer: str) -> tuple[float, float]:
     trainer = _Trainer(name, work, optimizer)
     for number in range(_WARM_UP):
         trainer.step(number)
-    with Traffic(dist.get_world_size()) as traffic:
+    with Traffic() as traffic:
         trainer.step(_WARM_UP)
     trainer.step(_WARM_UP + 1, held)
     return traffic.asked, held[0] - before

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -58,13 +59,12 @@ class Traffic(TorchDispatchMode):
         unknown: communication that is not understood, and so not counted.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.copied = 0
         self.asked = 0.0
         self.gathered = 0
         self.unknown: set[str] = set()
-        self._world_size = world_size
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -75,12 +75,18 @@ class Traffic(TorchDispatchMode):
         if name in _COPIES:
             self.copied += _written(_COPIES[name], args, kwargs, result)
         elif name in _COLLECTIVES:
-            self.asked += _COLLECTIVES[name](list(args), self._world_size)
+            self.asked += _COLLECTIVES[name](list(args), _ranks_of(args))
             if name in _GATHERS:
                 self.gathered += nbytes(args[0])
         elif name.startswith("c10d::"):
             self.unknown.add(name)
         return result
+
+
+def _ranks_of(args: Iterable[Any]) -> int:
+    """The size of the process group among the arguments of a collective."""
+    boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+    return dist.ProcessGroup.unbox(boxed).size()
 
 
 def _written(where: int | str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

@@ -43,14 +43,14 @@ def step(model: nn.Module, world: World, number: int) -> None:
     model(WORK.batch(world.rank, number)).sum().backward()
 
 
-def check(model: nn.Module, world: World, peers: int | None = None) -> None:
+def check(model: nn.Module, world: World) -> None:
     """Compare what is predicted with what a step sends and keeps."""
     before = explain(model)
     step(model, world, 0)
     model.free_buffers()  # type: ignore[operator]
     SHARED.drop()
     step(model, world, 1)
-    with Traffic(peers or world.size) as traffic:
+    with Traffic() as traffic:
         step(model, world, 2)
     told = {each.kind: each for each in before.traffic}
     assert sum(each.nbytes for kind, each in told.items() if "shared memory" not in kind) == round(traffic.asked)
@@ -69,6 +69,16 @@ def check(model: nn.Module, world: World, peers: int | None = None) -> None:
 @pytest.mark.parametrize("front_end", ["fully_shard", "wrapper"])
 def test_a_step_sends_and_keeps_what_was_predicted(world: World, transport: str, front_end: str) -> None:
     check(sharded(front_end, transport), world)
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_replicas_that_shard_again_send_and_keep_what_was_predicted(
+    world: World, transport: str, precision: torch.dtype | None
+) -> None:
+    options: dict[str, Any] = {"mesh": world.mesh(2, 1, names=("replicate", "shard")), "outer_zero_stage": 1}
+    check(sharded("fully_shard", transport, mp_policy=fullshard.MixedPrecisionPolicy(precision), **options), world)
 
 
 @ranks(2)
@@ -107,7 +117,7 @@ def test_gradients_that_need_no_buffer_are_reduced_too(world: World, transport: 
     assert sum(each.count for kind, each in predicted.items() if kind.startswith("reduce")) == 3
     step()
     step()
-    with Traffic(world.size) as traffic:
+    with Traffic() as traffic:
         step()
     sent = sum(each.nbytes for kind, each in predicted.items() if "shared memory" not in kind)
     assert sent == round(traffic.asked)
@@ -118,7 +128,7 @@ def test_gradients_that_need_no_buffer_are_reduced_too(world: World, transport: 
 
 
 @ranks(4)
-@pytest.mark.parametrize("way", ["hybrid", "post-forward mesh", "NO_SHARD"])
+@pytest.mark.parametrize("way", ["hybrid", "outer", "post-forward mesh", "NO_SHARD"])
 @pytest.mark.slow
 def test_meshes_change_what_is_predicted(world: World, way: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -126,9 +136,9 @@ def test_meshes_change_what_is_predicted(world: World, way: str) -> None:
         strategy = fullshard.ShardingStrategy.NO_SHARD
         model = sharded("wrapper", "p2p", sharding_strategy=strategy)
     else:
-        options = {"mesh": mesh} if way == "hybrid" else {"reshard_after_forward": 2}
-        model = sharded("fully_shard", "p2p", **options)
-    check(model, world, peers=2 if way == "hybrid" else None)
+        options: dict[str, Any] = {"reshard_after_forward": 2} if way == "post-forward mesh" else {"mesh": mesh}
+        model = sharded("fully_shard", "p2p", **options, outer_zero_stage=int(way == "outer"))
+    check(model, world)
 
 
 @ranks(2)

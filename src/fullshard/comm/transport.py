@@ -232,7 +232,8 @@ class Transport:
     ) -> Route:
         for transfer in transfers:
             transfer.check(direction, process_group)
-        if process_group is None or not transfers:
+        brings_messages = any(transfer.plan.is_messages for transfer in transfers)
+        if process_group is None or not transfers or (process_group.size() == 1 and not brings_messages):
             return _LocalRoute(direction, transfers)
         return self._route(Request(direction, transfers, process_group, tag))
 

@@ -375,7 +375,9 @@ class Gradients:
             made.replica_parts = own
         return made
 
-    def _gradients_in(self, plan: Plan, rank: int, members: Sequence[int], wanted: frozenset[int]) -> list[IndexedTensor]:
+    def _gradients_in(
+        self, plan: Plan, rank: int, members: Sequence[int], wanted: frozenset[int]
+    ) -> list[IndexedTensor]:
         """The gradients that are wanted, in the shard that ``rank`` has by a plan, on meta."""
         shard = torch.empty(plan.shard_numel, device="meta")
         return [(i, part) for i, part in self._module_params.gradient_views(members, plan, shard, rank) if i in wanted]

@@ -155,14 +155,19 @@ class ShardedParameter:
 
     def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
         """The part that a DTensor sharded along ``dim`` has on this rank."""
-        if self.dim is None:
-            return whole
-        data, start, stop = self.data, *self._cut.chunk(self.data.shard_rank, self.data.shard_size)
-        if data.shards_replicas:
-            inside = ParamShape(self.name, self.chunk_shape(data.shard_rank), self.dim)
-            first, last = inside.chunk(data.replicate_rank, data.replicate_size)
-            start, stop = start + first, start + last
-        return whole.narrow(self.dim, start, stop - start)
+        start, stop = self.rows
+        return whole if self.dim is None else whole.narrow(self.dim, start, stop - start)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The first and the past-the-last index along ``dim`` that this rank holds."""
+        data = self.data
+        start, stop = self._cut.chunk(data.shard_rank, data.shard_size)
+        if not data.shards_replicas:
+            return start, stop
+        inside = ParamShape(self.name, self.chunk_shape(data.shard_rank), self.dim)
+        first, last = inside.chunk(data.replicate_rank, data.replicate_size)
+        return start + first, start + last
 
     @property
     def cuts(self) -> tuple[int, ...]:

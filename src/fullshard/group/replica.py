@@ -77,6 +77,7 @@ class ReplicaGradients:
         self._numels = [plan.shard_numel for plan in self.plans]
         pool = self.group.comm.pool("sums", self.group.transport.private)
         self.buffer = SlotBuffer(pool, starts(self._numels, self.dtypes)[-1])
+        pool.ordinary = max(pool.ordinary, self.buffer.nbytes)
 
     @torch.inference_mode(False)
     def take(self) -> Sequence[torch.Tensor]:

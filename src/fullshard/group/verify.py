@@ -28,7 +28,8 @@ def verify_parameters(params: Sequence[ShardedParameter], data: DataMesh, policy
     The tag is the same on all ranks. They need not have made the same groups before: they may hold different stages of
     a pipeline. See :func:`compare`.
     """
-    described = [f"mp_policy={policy}", f"outer_zero_stage={int(data.shards_replicas)}", f"FULLSHARD_TRANSPORT={os.environ.get('FULLSHARD_TRANSPORT', '')!r}"]
+    described = [f"mp_policy={policy}", f"outer_zero_stage={int(data.shards_replicas)}"]
+    described += [f"FULLSHARD_TRANSPORT={os.environ.get('FULLSHARD_TRANSPORT', '')!r}"]
     described += [
         f"'{p.name}' of shape {tuple(p.shape)}, {p.dtype}, sharded along dim {p.dim}, {p.ragged or 'even'}, "
         f"{'trainable' if p.sharded.requires_grad else 'frozen'}, computed in {p.overridden_dtype or 'param_dtype'}, "

@@ -206,13 +206,16 @@ class _Lanes:
             self._wait(at, self._reduced[at])
         elif event.sent:
             self._reduced[at] = self._exchange(event)
+            if event.action == "reduce over replicas":  # on the CPU it begins when the reduction has ended
+                self._wait(at, self._reduced[at])
         if event.during == "forward":
             self.forward = self.now
 
     def _exchange(self, event: Event) -> float:
         """Run an exchange on the wire; returns when it ends."""
         group, is_all_reduce = self._groups[event.group], event.action == "all-reduce"
-        stride = group.replica_stride if is_all_reduce else group.stride
+        over_replicas = is_all_reduce or event.action.endswith("over replicas")
+        stride = group.replica_stride if over_replicas else group.stride
         passes, transport = 1 + is_all_reduce, "" if is_all_reduce else group.transport
         return self._occupy(event.group, self._given.seconds(event.sent, event.ranks, stride, transport, passes))
 

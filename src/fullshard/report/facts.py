@@ -121,6 +121,10 @@ class GroupFacts:
         rested: the shard that it keeps between forward and backward on the smaller mesh.
         gather, rest_gather, reduction: its exchanges. ``rest_gather`` is the gather from the smaller mesh.
         all_reduce_sent: bytes sent in the all-reduce over replicas.
+        shards_replicas: whether each shard is cut again over the replicas between steps.
+        replica_shard: the shard of its replica then, which is gathered once for each optimizer step, and in
+            ``replica_gradients`` the gradients that the ranks of a replica have reduced.
+        replica_gather, replica_reduction: these exchanges over the replicas.
         gradient_buffers: how many reductions may use a gradient buffer at once.
         communicates: whether a gather involves other ranks.
         parameters: its parameters, in the order of their memory.
@@ -163,6 +167,11 @@ class GroupFacts:
     rest_gather: ExchangeFacts
     reduction: ExchangeFacts
     all_reduce_sent: int
+    shards_replicas: bool
+    replica_shard: int
+    replica_gradients: int
+    replica_gather: ExchangeFacts
+    replica_reduction: ExchangeFacts
     gradient_buffers: int
     communicates: bool
     parameters: tuple[ParameterFacts, ...]
@@ -309,10 +318,10 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
     own = sum(math.prod(param.chunk_shape(0)) * param.dtype.itemsize for param in group.params if param.extends)
     shares = memory.shared is not None or (memory.is_unmapped and memory.is_meta)
     whole = full_bytes(sections, computed) + data.shard_size * own
-    shard = shard_bytes(sections, dtypes) + own
+    shard = shard_bytes(group.own_sections, dtypes) + own
     content = sum(math.prod(param.shape) * param.dtype.itemsize for param in group.params)
     kept = sum(param.dtype.itemsize for param in group.params if param.dim is None and not group.is_flat)
-    is_whole = data.shard_group is None
+    is_whole, parts = data.shard_group is None, data.shard_size * (data.replicate_size if data.shards_replicas else 1)
     keeps = unit.auto_reshard and unit.schedule is None and is_root  # it will keep its parameters after forward
     post_forward_mesh = None if keeps else group.options.post_forward_mesh
     small = [] if post_forward_mesh is None else [section.over(post_forward_mesh.shard_size) for section in sections]
@@ -322,6 +331,8 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
     gradients, travelling = GradientDtypes(group).sections(trainable, group.keeps_whole)
     beside = zero_copy_in(section.plan for section in gradients if section.plan.is_messages)
     zero_copy = (each.numel * data.shard_size * travelling[each.section].itemsize for each in beside)
+    cuts_twice, over = data.shards_replicas, data.replicate_group
+    kept_gradients = [each.inside(data.shard_rank, data.replicate_size) if cuts_twice else each for each in gradients]
     reads = group.adds_whole and group.reduce_transport.compares_reductions  # in shared memory
     made = (math.prod(p.shape) * group.compute_dtype(p).itemsize for p in group.params if p.sharded.requires_grad)
     return GroupFacts(
@@ -331,7 +342,7 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
         elements=sum(math.prod(param.shape) for param in group.params),
         whole=whole,
         shard=shard + (whole // data.shard_size if shares and dtypes != computed else 0),
-        padding=shard - content if is_whole else data.shard_size * (shard - kept) - (content - kept),
+        padding=shard - content if is_whole else parts * (shard - kept) - (content - kept),
         content=content,
         stored=_dtype_names(param.dtype for param in group.params),
         compute=_dtype_names(computed),
@@ -352,16 +363,23 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
         gradient=full_bytes(gradients, travelling),
         largest_gradient=max(made, default=0),
         zero_copy_gradients=sum(zero_copy),
-        reduced=sum(section.plan.shard_numel * section.dtype.itemsize for section in gradients),
-        trained=sum(section.plan.shard_numel for section in gradients),
-        staged=shard_bytes(sections, computed) if memory.needs_staging and not shares else 0,
+        reduced=sum(section.plan.shard_numel * section.dtype.itemsize for section in kept_gradients),
+        trained=sum(section.plan.shard_numel for section in kept_gradients),
+        staged=shard_bytes(group.own_sections, computed) if memory.needs_staging and not shares else 0,
         rested=shard_bytes(small, computed) if small else 0,
         gather=ExchangeFacts(gather.sent + peers, gather.staging),
         rest_gather=_exchange(
             private.gather_route, post_forward_mesh.shard_group if post_forward_mesh else None, small, computed
         ),
         reduction=_reduction(group, gradients, travelling),
-        all_reduce_sent=0 if reads else _all_reduced(group, gradients, travelling),
+        all_reduce_sent=0 if reads or cuts_twice else _all_reduced(group, gradients, travelling),
+        shards_replicas=cuts_twice,
+        replica_shard=shard_bytes(sections, computed) if cuts_twice else 0,
+        replica_gradients=shard_bytes(gradients, travelling) if cuts_twice else 0,
+        replica_gather=_exchange(private.gather_route, over if cuts_twice else None, group.own_sections, computed),
+        replica_reduction=_exchange(
+            group.reduce_transport.private.reduce_route, over if cuts_twice else None, kept_gradients, travelling
+        ),
         gradient_buffers=group.gradient_buffers,
         communicates=not is_whole and data.shard_size > 1,
         parameters=tuple(_parameters(group, names)),
@@ -437,12 +455,9 @@ def _parameters(group: ParamGroup, names: dict[int, str]) -> Iterator[ParameterF
         if plan is not None and group.is_flat:
             rows, chunk = plan.fragment(position, rank), plan.shard_numel
         elif param.dim is not None:
-            first = param.chunk_shape(0)
-            step, size, chunk = first[param.dim], param.shape[param.dim], math.prod(first)
-            rows = min(rank * step, size), min((rank + 1) * step, size)
-            if param.cuts:
-                rows = param.cuts[rank], param.cuts[rank + 1]
-                chunk = max(math.prod(param.chunk_shape(other)) for other in range(data_size))
+            rows, chunk = param.rows, max(math.prod(param.chunk_shape(each)) for each in range(data_size))
+            if group.data.shards_replicas:
+                chunk = math.prod(group.own_sections[at].plan.locate_chunk(position, 0)[1])
         users = [location.module for location in param.locations]
         full_names = dict.fromkeys(_full_name(param, number, names) for number in range(len(users)))
         yield ParameterFacts(

@@ -22,7 +22,9 @@ from fullshard.group.gradients import MOST_WAITING
 from fullshard.report.facts import ON_CPU, ModelFacts, UnitFacts
 from fullshard.schedule.order import Order
 
-Action = Literal["gather", "wait", "compute", "reduce", "all-reduce", "wait-reduce"]
+Action = Literal[
+    "gather", "wait", "compute", "reduce", "all-reduce", "wait-reduce", "gather over replicas", "reduce over replicas"
+]
 Pass = Literal["forward", "backward"]
 #: A part of the memory: its kind, the number of pieces, and the bytes of each piece.
 Part = tuple[str, int, int]
@@ -32,7 +34,8 @@ class Event(NamedTuple):
     """One action of a rank in a step.
 
     Args:
-        action: ``gather``, ``reduce`` and ``all-reduce`` start an exchange. ``wait`` waits for a gather,
+        action: ``gather``, ``reduce``, ``all-reduce``, and a gather and a reduction over replicas start an exchange.
+            ``wait`` waits for a gather,
             ``wait-reduce`` for a reduction. ``compute`` is the work of a group's modules.
         group: the position of the group in the model's facts.
         during: the pass.
@@ -120,6 +123,8 @@ class Replay:
         self._fulls = _Buffers(zip(wholes, (group.reshards for group in self._groups), strict=True))
         self._gradients = _Buffers((group.gradient, group.reshards) for group in self._groups)
         self._copies = _Buffers((group.staged, True) for group in self._groups)
+        self._replica_gradients = _Buffers((group.replica_gradients, True) for group in self._groups)
+        self._replica_shards: set[int] = set()
         self._staging = Staging()
         self._leases: dict[tuple[str, int], Lease] = {}
         self._pieces: dict[int, Lease] = {}
@@ -162,7 +167,7 @@ class Replay:
             read = self._groups[at].reduction.read if action == "reduce" else 0
             if action == "gather":
                 kinds[f"gather in {during}"].append(sent)
-            elif action in ("reduce", "all-reduce"):
+            elif action not in ("wait", "compute", "wait-reduce"):
                 kinds["reduce, read in shared memory" if read else action].append(read or sent)
         return tuple(ExchangeTotal(kind, len(found), sum(found)) for kind, found in kinds.items())
 
@@ -174,6 +179,8 @@ class Replay:
             "full buffers": self._fulls.sizes,
             "gradient buffers": self._gradients.sizes,
             "copies of shards": self._copies.sizes,
+            "shards of replicas": [self._groups[at].replica_shard for at in self._replica_shards],
+            "gradients of replicas": self._replica_gradients.sizes,
             "messages": [piece.nbytes for piece in self._pieces.values()],
             "gradients as autograd made them": [self._groups[at].zero_copy_gradients for at in self._zero_copy],
             "post-forward shards": [self._groups[at].rested for at in self._post_forward],
@@ -211,8 +218,16 @@ class Replay:
         if self._state[at] == "whole":
             return
         self._values.add(at)
-        if group.staged and not from_post_forward:
+        has_replicas = at in self._replica_shards
+        if group.staged and not (from_post_forward or has_replicas):
             self._copies[at].take()
+        if group.shards_replicas and not (from_post_forward or has_replicas):
+            self._replica_shards.add(at)
+            self._lease_staging("gather", at, group.replica_gather.staging)
+            if group.replicas > 1:
+                self._record("gather over replicas", at, group.replica_gather.sent, group.replicas)
+            self._note_peak()
+            self._return_staging("gather", at)
         exchange = group.rest_gather if from_post_forward else group.gather
         self._lease_staging("gather", at, exchange.staging)
         if group.communicates:
@@ -266,7 +281,10 @@ class Replay:
         self._reducing.append(at)
         if group.ranks == 1:  # the gradients that autograd made become those of the parameters
             self._zero_copy.discard(at)
-        self._reduced["gradients" + group.offloaded] += group.reduced
+        if group.shards_replicas:
+            self._replica_gradients[at].take()
+        else:
+            self._reduced["gradients" + group.offloaded] += group.reduced
         self._lease_staging("reduce", at, group.reduction.staging)
         if group.ranks > 1 or group.reduction.read:
             self._record("reduce", at, group.reduction.sent, group.ranks)
@@ -282,6 +300,14 @@ class Replay:
             self._gradients[at].give_back()
             self._zero_copy.discard(at)
             self._return_staging("reduce", at)
+            if (group := self._groups[at]).shards_replicas:
+                self._reduced["gradients" + group.offloaded] += group.reduced
+                self._lease_staging("reduce", at, group.replica_reduction.staging)
+                if group.replicas > 1:
+                    self._record("reduce over replicas", at, group.replica_reduction.sent, group.replicas)
+                self._note_peak()
+                self._return_staging("reduce", at)
+                self._replica_gradients[at].give_back()
 
     # the passes
 

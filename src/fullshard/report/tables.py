@@ -79,6 +79,7 @@ def settings_text(groups: Sequence[GroupFacts]) -> str:
         each = alike[0]
         stored, compute, reduce = ("/".join(dtypes) or "nothing" for dtypes in (each.stored, each.compute, each.reduce))
         over = f"{each.ranks:,} ranks" + (f" x {each.replicas:,} replicas" if each.replicas > 1 else "")
+        over += ", which shard it again between steps" if each.shards_replicas else ""
         shared = ", one buffer for the host" if each.shares else ""
         text = (
             f"{each.layout} over {over}; stored {stored}, computed {compute}, reduced {reduce}; moved by "
