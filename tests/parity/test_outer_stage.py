@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
+from fullshard.group.replica import ReplicaShard
 from tests.harness import World, everywhere, ranks
 from tests.harness.compare import Precision, Training, adamw, compare, each_block, whole
 from tests.harness.models import MLP, OddParameters, Transformer, random_batch, seeded, token_batch
@@ -144,13 +145,13 @@ def test_every_rank_has_a_part_of_the_parameters_and_the_state(world: World) -> 
 @ranks(2)
 def test_a_step_gathers_over_replicas_once_for_all_micro_batches(world: World, monkeypatch: Any) -> None:
     gathers: list[object] = []
-    gather = fullshard.group.replica.ReplicaShard.gather  # type: ignore[attr-defined]
+    start = ReplicaShard.start
 
     def counted(self: Any, *values: Any) -> None:
         gathers.append(self)
-        gather(self, *values)
+        start(self, *values)
 
-    monkeypatch.setattr("fullshard.group.replica.ReplicaShard.gather", counted)
+    monkeypatch.setattr(ReplicaShard, "start", counted)
     model = sharded(world, 2)
     optimizer, groups = torch.optim.SGD(model.parameters(), lr=0.1), len(model.blocks) + 1
     for _ in range(2):

@@ -244,6 +244,9 @@ class FullBuffer:
     def use_pool(self) -> None:
         """Take memory from the group's present pool, if it comes from a pool."""
 
+    def start_replica(self) -> None:
+        """Start to gather the shard of the replica, if replicas shard it again. The gather completes it."""
+
 
 class GatheredBuffer(FullBuffer):
     """A full buffer in a slot, which is gathered."""
@@ -299,21 +302,30 @@ class GatheredBuffer(FullBuffer):
         """Start to gather the parameters that have no gather of their own."""
         if self._post_forward is not None:
             return self._post_forward.route.start()
-        group, shard, values = self._group, self._shard, self._values
-        is_there = shard.replica is not None and values is not None and shard.replica.has(values)
-        if shard.needs_staging and not is_there:
-            self._staging = self._staging or shard.make_staging()
-            shard.stage(self._staging)
-        parts = shard.staged_views if shard.needs_staging else shard.views
+        group, shard = self._group, self._shard
         if shard.replica is not None:
-            if not is_there:
-                assert values is not None
-                shard.replica.gather(parts, values)
-            parts = shard.replica.views
+            self.start_replica()
+            shard.replica.finish()
+        elif shard.needs_staging:
+            self._stage()
         if self._route is None:
+            parts = shard.staged_views if shard.needs_staging else shard.views
+            parts = parts if shard.replica is None else shard.replica.views
             transfers = list(map(Transfer, [section.plan for section in group.sections], self.views, parts))
             self._route = group.transport.private.gather_route(transfers, group.data.shard_group, group.tag)
         return self._route.start()
+
+    def _stage(self) -> None:
+        self._staging = self._staging or self._shard.make_staging()
+        self._shard.stage(self._staging)
+
+    def start_replica(self) -> None:
+        values, shard = (self._group.step.forwards, self.count_writes()), self._shard
+        if shard.replica is None or shard.replica.has(values):
+            return
+        if shard.needs_staging:
+            self._stage()
+        shard.replica.start(shard.staged_views if shard.needs_staging else shard.views, values)
 
     def _give_staging_back(self) -> None:
         if self._staging is not None:

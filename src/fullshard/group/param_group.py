@@ -270,4 +270,7 @@ class ParamGroup(GroupContext):
         """Return to SHARDED from any state after an error; gradients under way are lost."""
         with suppress(Exception):  # an error ended the step: what was under way is lost anyway
             self.reshard()
+        if self.shard.replica is not None:
+            with suppress(Exception):
+                self.shard.replica.finish()
         self.gradients.discard()

@@ -36,16 +36,18 @@ class ReplicaShard:
         pool = group.comm.pool(f"replica {group.tag}", group.transport.private)  # its own: the values stay
         self._buffer = SlotBuffer(pool, shard_bytes(group.sections, group.compute_dtypes))
         self._values: tuple[int, int] | None = None
+        self._pending: Pending | None = None
         self._route: Route | None = None
 
     def has(self, values: tuple[int, int]) -> bool:
-        """Whether it has the ``values`` of a forward and of a version of the shard."""
+        """Whether it has the ``values`` of a forward and of a version of the shard, or they are on their way."""
         if self._values is None or self._buffer.slot is None:
             return False
         return self._values[1] == values[1] and (self.accumulates or self._values[0] == values[0])
 
-    def gather(self, parts: Sequence[torch.Tensor], values: tuple[int, int]) -> None:
-        """Gather the parts of all replicas."""
+    def start(self, parts: Sequence[torch.Tensor], values: tuple[int, int]) -> None:
+        """Start to gather the parts of all replicas."""
+        self.finish()
         group, self._values = self._group, None
         self._buffer.take().wait()
         try:
@@ -55,10 +57,23 @@ class ReplicaShard:
                 transfers = map(Transfer, [each.plan for each in group.own_sections], self.views, parts)
                 over = group.data.replicate_group
                 self._route = group.transport.private.gather_route([*transfers], over, group.tag)
-            self._route.start().finish()
-        finally:
+            self._pending = self._route.start()
+        except BaseException:
             self._buffer.give_back()
+            raise
         self._values = values
+
+    def finish(self) -> None:
+        """Complete the gather, if one was started."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                pending.finish()
+            except BaseException:
+                self._values = None
+                raise
+            finally:
+                self._buffer.give_back()
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from fullshard.buffer.messages import zero_copy_in
 from fullshard.buffer.sections import Section, full_bytes, full_starts, shard_bytes
 from fullshard.comm.select import choose_transport
 from fullshard.comm.transport import Route, Transfer
-from fullshard.device import META
+from fullshard.device import META, is_host
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, plain_name
@@ -121,6 +121,7 @@ class GroupFacts:
         rested: the shard that it keeps between forward and backward on the smaller mesh.
         gather, rest_gather, reduction: its exchanges. ``rest_gather`` is the gather from the smaller mesh.
         all_reduce_sent: bytes sent in the all-reduce over replicas.
+        is_host: whether it computes on the CPU.
         shards_replicas: whether each shard is cut again over the replicas between steps.
         replica_shard: the shard of its replica then, which is gathered once for each optimizer step, and in
             ``replica_gradients`` the gradients that the ranks of a replica have reduced.
@@ -167,6 +168,7 @@ class GroupFacts:
     rest_gather: ExchangeFacts
     reduction: ExchangeFacts
     all_reduce_sent: int
+    is_host: bool
     shards_replicas: bool
     replica_shard: int
     replica_gradients: int
@@ -373,6 +375,7 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
         ),
         reduction=_reduction(group, gradients, travelling),
         all_reduce_sent=0 if reads or cuts_twice else _all_reduced(group, gradients, travelling),
+        is_host=is_host(group.device),
         shards_replicas=cuts_twice,
         replica_shard=shard_bytes(sections, computed) if cuts_twice else 0,
         replica_gradients=shard_bytes(gradients, travelling) if cuts_twice else 0,

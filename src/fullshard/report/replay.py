@@ -218,20 +218,27 @@ class Replay:
         if self._state[at] == "whole":
             return
         self._values.add(at)
-        has_replicas = at in self._replica_shards
-        if group.staged and not (from_post_forward or has_replicas):
+        if group.shards_replicas and not from_post_forward:
+            self._start_replica(at)
+            self._return_staging("gather over replicas", at)
+        elif group.staged and not from_post_forward:
             self._copies[at].take()
-        if group.shards_replicas and not (from_post_forward or has_replicas):
-            self._replica_shards.add(at)
-            self._lease_staging("gather", at, group.replica_gather.staging)
-            if group.replicas > 1:
-                self._record("gather over replicas", at, group.replica_gather.sent, group.replicas)
-            self._note_peak()
-            self._return_staging("gather", at)
         exchange = group.rest_gather if from_post_forward else group.gather
         self._lease_staging("gather", at, exchange.staging)
         if group.communicates:
             self._record("gather", at, exchange.sent, group.post_forward or 1 if from_post_forward else group.ranks)
+        self._note_peak()
+
+    def _start_replica(self, at: int) -> None:
+        group = self._groups[at]
+        if at in self._replica_shards:
+            return
+        self._replica_shards.add(at)
+        if group.staged:
+            self._copies[at].take()
+        self._lease_staging("gather over replicas", at, group.replica_gather.staging)
+        if group.replicas > 1:
+            self._record("gather over replicas", at, group.replica_gather.sent, group.replicas)
         self._note_peak()
 
     def _unshard(self, at: int) -> None:
@@ -319,6 +326,9 @@ class Replay:
             self._users[at] += 1
         if unit.ahead:
             self._gather_ahead(self._order.next_in_forward())
+            for at in islice(self._order.next_in_forward(), self._facts.prefetch, self._facts.prefetch + 1):
+                if self._groups[at].is_host and self._groups[at].shards_replicas:
+                    self._start_replica(at)
         for inner in self._children[number]:
             self._forward(inner)
         for at in unit.groups:  # the unit's own work, such as a head, comes after the units inside it

@@ -215,6 +215,9 @@ class Schedule:
             self._gather_ahead((group for target in unit.forward_prefetch for group in target.groups), None)
         else:
             self._gather_ahead(self.order.next_in_forward(), self.prefetch_limit)
+        if is_host(self.device):  # the next gather of these then waits for other replicas no longer
+            for group in islice(self.order.next_in_forward(), self.prefetch_limit, self.prefetch_limit + 1):
+                group.full.start_replica()
 
     def begin_backward(self) -> None:
         """Begin a backward that reached the tree, and ask to be called when it ends."""
