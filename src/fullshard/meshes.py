@@ -79,8 +79,8 @@ def shard_replicas(data: DataMesh) -> DataMesh:
         has = f"{data.mesh} only " + ("replicates" if data.shard_group is None else "shards")
         has = has if data.spmd_mesh is None else "dp_mesh_dims names dims beside other parallelisms"
         raise ValueError(
-            f"outer_zero_stage=1 shards the optimizer state over the replicas too. It needs a 2-D mesh, which replicates "
-            f"over its first dim and shards over its second, but {has}"
+            f"outer_zero_stage=1 shards the optimizer state over the replicas too. It needs a 2-D mesh, which "
+            f"replicates over its first dim and shards over its second, but {has}"
         )
     mesh = _transposed(data.mesh, dist.group.WORLD)
     return DataMesh(mesh, data.shard_group, data.replicate_group, shards_replicas=True)

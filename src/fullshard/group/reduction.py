@@ -133,7 +133,7 @@ class PendingReduction:
         outputs = self._outputs
         mark = group.comm.lanes.all_reduce.run(self.start_all_reduce, self._hand_over)
         holding = HoldingMark(mark, outputs, give_back)
-        if is_host(group.device):
+        if is_host(group.device) and replica is None:
             holding.wait()
         else:
             group.comm.reductions.add_sum(holding)
@@ -161,6 +161,8 @@ class PendingReduction:
     def _hand_over(self) -> None:
         """Bring the reduced values to the dtype and the device of ``param.grad``, and accumulate them there."""
         group, hook = self._group, self._group.options.all_reduce_hook
+        if self._reductions.drops != self._drops:
+            return
         if hook is not None:
             with torch.no_grad(), beside(group.options.all_reduce_hook_stream, group.device):
                 for output in self._outputs:

@@ -206,8 +206,6 @@ class _Lanes:
             self._wait(at, self._reduced[at])
         elif event.sent:
             self._reduced[at] = self._exchange(event)
-            if event.action == "reduce over replicas":  # on the CPU it begins when the reduction has ended
-                self._wait(at, self._reduced[at])
         if event.during == "forward":
             self.forward = self.now
 

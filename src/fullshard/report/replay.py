@@ -136,6 +136,7 @@ class Replay:
         self._unreduced: set[int] = set()
         self._zero_copy: set[int] = set()
         self._reducing: list[int] = []
+        self._summing: list[int] = []  # over replicas
         self._reduced = Counter[str]()  # bytes of reduced gradients, by kind
         self._children: defaultdict[int, list[int]] = defaultdict(list)
         for number, unit in enumerate(facts.units):
@@ -275,7 +276,8 @@ class Replay:
 
     def _take_gradient_buffer(self, at: int) -> None:
         buffer = self._gradients[at]
-        self._wait_for_oldest_reductions(0 if buffer.in_use else self._groups[at].gradient_buffers - 1)
+        buffers = self._groups[at].gradient_buffers
+        self._wait_for_oldest_reductions(0 if buffer.in_use else buffers - 1, buffers)
         buffer.take()
 
     def _reduce(self, at: int) -> None:
@@ -299,8 +301,8 @@ class Replay:
             self._record("all-reduce", at, group.all_reduce_sent, group.replicas)
         self._note_peak()
 
-    def _wait_for_oldest_reductions(self, at_most: int) -> None:
-        """Wait for the oldest reductions until no more than ``at_most`` are under way."""
+    def _wait_for_oldest_reductions(self, at_most: int, sums: int = 0) -> None:
+        """Wait for the oldest reductions until no more than ``at_most`` are under way, and ``sums`` over replicas."""
         while len(self._reducing) > at_most:
             at = self._reducing.pop(0)
             self._record("wait-reduce", at)
@@ -309,12 +311,17 @@ class Replay:
             self._return_staging("reduce", at)
             if (group := self._groups[at]).shards_replicas:
                 self._reduced["gradients" + group.offloaded] += group.reduced
-                self._lease_staging("reduce", at, group.replica_reduction.staging)
+                self._lease_staging("reduce over replicas", at, group.replica_reduction.staging)
                 if group.replicas > 1:
                     self._record("reduce over replicas", at, group.replica_reduction.sent, group.replicas)
                 self._note_peak()
-                self._return_staging("reduce", at)
-                self._replica_gradients[at].give_back()
+                self._summing.append(at)
+        while len(self._summing) > sums:
+            at = self._summing.pop(0)
+            if self._groups[at].replicas > 1:
+                self._record("wait-reduce", at)
+            self._return_staging("reduce over replicas", at)
+            self._replica_gradients[at].give_back()
 
     # the passes
 
