@@ -465,3 +465,23 @@ def test_a_ragged_plan_needs_the_memory_of_its_largest_rank() -> None:
     assert [plan.locate_chunk(index, 1) for index in range(3)] == [(4, (0, 8)), (4, (8, 8)), (0, (2,))]
     with pytest.raises(ValueError, match=r"'a' of shape \(8, 8\) cannot be cut along dim 0 at \(0, 9, 8\)"):
         ParamShape("a", (8, 8), 0, (0, 9, 8))
+
+
+@given(even_plans(), st.data())
+@unhurried
+def test_a_shard_cut_again_has_the_chunks_of_its_chunks(plan: Plan, data: st.DataObject) -> None:
+    rank, parts = data.draw(st.integers(0, plan.world_size - 1)), data.draw(st.sampled_from([1, 2, 3, 8]))
+    inside = plan.inside(rank, parts)
+    assert (inside.world_size, inside.full_numel) == (parts, plan.shard_numel)
+    shard = torch.arange(plan.shard_numel)
+    for part in range(parts):
+        own = torch.full((inside.shard_numel,), -1)
+        for piece in inside.pieces(part):
+            piece.of_shard(own).copy_(piece.of_full(shard))
+        for position, param in enumerate(plan.params):
+            (start, shape), (begin, size) = inside.locate_chunk(position, part), plan.locate_chunk(position, rank)
+            chunk = shard[begin : begin + math.prod(size)].view(size)
+            if param.dim is not None and math.prod(size):
+                chunks = chunk.chunk(parts, param.dim)
+                chunk = chunks[part] if part < len(chunks) else chunk.narrow(param.dim, 0, 0)
+            assert torch.equal(own[start : start + math.prod(shape)].view(shape), chunk.reshape(shape))

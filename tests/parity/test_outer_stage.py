@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
-from fullshard.group.replica import ReplicaShard
 from tests.harness import World, everywhere, ranks
 from tests.harness.compare import Precision, Training, adamw, compare, each_block, whole
 from tests.harness.models import MLP, OddParameters, Transformer, random_batch, seeded, token_batch
@@ -112,20 +111,6 @@ def test_transformers_with_tied_weights(world: World) -> None:
     check(world, outer(world, replicas=2, build=lambda: seeded(Transformer), **tokens))
 
 
-@ranks(2)
-def test_a_hook_sees_the_part_of_each_rank(world: World) -> None:
-    seen: list[int] = []
-    model = sharded(world, 2)
-    model.set_all_reduce_hook(lambda output: (seen.append(output.numel()), output.mul_(2)))
-    plain = sharded(world, 2)
-    for each in (model, plain):
-        each(torch.ones(2, 6)).sum().backward()
-    assert len(seen) == 1, "of the root's group only"
-    assert seen[0] <= 16, "its part of three elements, with padding"
-    assert torch.equal(whole(model.scale.grad), 2 * whole(plain.scale.grad))
-    assert torch.equal(whole(model.blocks[0][0].weight.grad), whole(plain.blocks[0][0].weight.grad))
-
-
 @ranks(4)
 def test_every_rank_has_a_part_of_the_parameters_and_the_state(world: World) -> None:
     model, plain = sharded(world), seeded(MLP)
@@ -140,71 +125,6 @@ def test_every_rank_has_a_part_of_the_parameters_and_the_state(world: World) -> 
         assert param.to_local().shape[0] <= len(largest)
         assert param.grad.to_local().shape == param.to_local().shape
         assert optimizer.state[param]["exp_avg"].to_local().shape == param.to_local().shape
-
-
-@ranks(2)
-def test_a_step_gathers_over_replicas_once_for_all_micro_batches(world: World, monkeypatch: Any) -> None:
-    gathers: list[object] = []
-    start = ReplicaShard.start
-
-    def counted(self: Any, *values: Any) -> None:
-        gathers.append(self)
-        start(self, *values)
-
-    monkeypatch.setattr(ReplicaShard, "start", counted)
-    model = sharded(world, 2)
-    optimizer, groups = torch.optim.SGD(model.parameters(), lr=0.1), len(model.blocks) + 1
-    for _ in range(2):
-        gathers.clear()
-        for micro in range(LAST + 1):
-            accumulating(model, micro)
-            model(torch.ones(2, 6)).sum().backward()
-        assert len(gathers) == len(set(gathers)) == groups
-        optimizer.step()
-    gathers.clear()
-    with torch.no_grad():
-        model(torch.ones(2, 6))
-        model(torch.ones(2, 6))
-    assert len(gathers) == 2 * groups, "writes that leave no trace are seen by the next forward"
-
-
-@ranks(2)
-def test_writes_between_micro_batches_are_seen(world: World) -> None:
-    model, plain = sharded(world, 2), seeded(MLP)
-    model.set_requires_gradient_sync(False)
-    model(torch.ones(2, 6)).sum().backward()
-    with torch.no_grad():
-        for param in (*model.parameters(), *plain.parameters()):
-            param.fill_(0.25)
-    assert torch.allclose(model(torch.ones(2, 6)), plain(torch.ones(2, 6)))
-
-
-@ranks(2)
-def test_free_buffers_frees_what_replicas_have(world: World) -> None:
-    model = sharded(world, 2)
-    for _ in range(2):
-        model(torch.ones(2, 6)).sum().backward()
-        assert model.free_buffers() > 0
-        assert model.free_buffers() == 0
-
-
-@ranks(2)
-def test_an_error_in_a_step_leaves_the_model_able_to_train(world: World) -> None:
-    model, plain = sharded(world, 2), seeded(MLP)
-
-    def fail(grad: torch.Tensor) -> torch.Tensor:
-        raise ValueError("a hook of the user")
-
-    hook = model.blocks[0].register_full_backward_hook(lambda *_: fail(torch.ones(1)))
-    with pytest.raises(ValueError, match="a hook of the user"):
-        model(torch.ones(2, 6)).sum().backward()
-    hook.remove()
-    model.reset_iter_state()
-    model.zero_grad()
-    for each in (model, plain):
-        each(torch.ones(2, 6)).sum().backward()
-    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(one.grad), two.grad)
 
 
 @ranks(2)

@@ -10,6 +10,7 @@ Parameters are sharded between steps, and replicated in the passes that use them
     ZeRO-2, SHARD_GRAD_OP replicated    sharded     sharded       replicated        sharded
     ZeRO-1                replicated    sharded     sharded       replicated        sharded
     HYBRID_SHARD          as FULL_SHARD, on a mesh with replicas
+      outer stage 1       as any of these; what is replicated over replicas is sharded over them between steps
     ZeRO-0, NO_SHARD      as ZeRO-1, on a mesh of replicas only: what is sharded over one rank is whole
 
     without sync          -             -           partial       partial           -
@@ -23,6 +24,7 @@ What takes a tensor from one placement to the next:
                  replicated → sharded less a slice, and an all-gather over fewer ranks later
     gradients    partial → sharded         reduce-scatter, over the ranks that shard
                  partial → replicated      all-reduce, over the replicas
+                 partial → sharded         reduce-scatter, over replicas that shard
 """
 
 from __future__ import annotations
