@@ -173,6 +173,36 @@ MUTATIONS = (
         "tests/parity/test_stages.py::test_what_autograd_saved_of_a_replica_is_not_read_after_a_step",
     ),
     Mutation(
+        "group/replica.py",
+        "self._values[1] == values[1] and (",
+        "(",
+        "tests/group/test_replica.py::test_writes_between_micro_batches_are_seen",
+    ),
+    Mutation(
+        "group/replica.py",
+        "(self.accumulates or self._values[0] == values[0])",
+        "self._values[0] == values[0]",
+        "tests/group/test_replica.py::test_a_step_gathers_over_replicas_once_for_all_micro_batches",
+    ),
+    Mutation(
+        "group/reduction.py",
+        "(index, local.clone()) for",
+        "(index, local) for",
+        "tests/parity/test_outer_stage.py::test_micro_batches",
+    ),
+    Mutation(
+        "group/parameter.py",
+        "return start + first, start + last",
+        "return start + first, stop",
+        "tests/parity/test_outer_stage.py::test_every_rank_has_a_part_of_the_parameters_and_the_state",
+    ),
+    Mutation(
+        "group/full_buffer.py",
+        "parts = parts if shard.replica is None else shard.replica.views",
+        "parts = shard.views",
+        "tests/parity/test_outer_stage.py::test_mixed_precision",
+    ),
+    Mutation(
         "group/strategy.py",
         "ZERO_1 = replace(SHARD_GRAD_OP, without_sync=Placement.REPLICATED)",
         "ZERO_1 = replace(SHARD_GRAD_OP, without_sync=Placement.SHARDED)",

@@ -20,7 +20,7 @@ from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.all_reduce import sum_route
 from fullshard.comm.transport import Reduction, Route, StillRead, Transfer
 from fullshard.comm.waits import waiting
-from fullshard.device import PASSED, Done, HoldingMark, Pending, beside, copy_to_host, is_host
+from fullshard.device import Done, HoldingMark, Pending, beside, copy_to_host, is_host
 from fullshard.group.comm_context import Reductions
 from fullshard.group.context import GroupContext
 from fullshard.group.module_parameters import ModuleParameters
@@ -115,9 +115,10 @@ class PendingReduction:
         if self._buffer.pool.is_host:
             self._buffer.give_back(self._pending if isinstance(self._pending, StillRead) else None)
         replica = self._plan.replica
-        give_back = (lambda mark: None) if replica is None else replica.buffer.give_back
-        if self._reductions.drops != self._drops:
-            return give_back(PASSED)  # an error has ended the step of these gradients
+        if self._reductions.drops != self._drops:  # an error has ended the step of these gradients
+            if replica is not None:
+                replica.buffer.give_back()
+            return
         if self._plan.is_final:
             self._hand_over() if group.offloads else self.accumulate()
             return
@@ -126,17 +127,20 @@ class PendingReduction:
                 if index in self._partial:
                     local.add_(self._partial.pop(index))
             if not group.options.strategy.all_reduces:
-                keeps = replica is None
-                self._partial.update((index, local if keeps else local.clone()) for index, local in self._locals())
-                give_back(PASSED)
+                kept = self._locals()
+                if replica is not None:  # its memory is for the next reduction
+                    kept = [(index, local.clone()) for index, local in kept]
+                    replica.buffer.give_back()
+                self._partial.update(kept)
                 return
         outputs = self._outputs
         mark = group.comm.lanes.all_reduce.run(self.start_all_reduce, self._hand_over)
-        holding = HoldingMark(mark, outputs, give_back)
-        if is_host(group.device) and replica is None:
-            holding.wait()
+        if replica is not None:
+            group.comm.reductions.add_sum(HoldingMark(mark, outputs, replica.buffer.give_back))
+        elif is_host(group.device):
+            mark.wait()
         else:
-            group.comm.reductions.add_sum(holding)
+            group.comm.reductions.add_sum(HoldingMark(mark, outputs))
 
     def start_all_reduce(self) -> Pending:
         group, options, plan = self._group, self._group.options, self._plan
