@@ -28,7 +28,7 @@ from fullshard.buffer.sections import align
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
 from fullshard.comm.rounds import Round, plan_rounds
 from fullshard.comm.sums import Sum, blocks, check_summable, scratch_bytes
-from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transport, alias
+from fullshard.comm.transport import PLAIN_SUM, LocalRoute, Reduction, Request, Route, Transport, alias
 from fullshard.comm.waits import WAITS, Wait, lost
 from fullshard.device import CPU, Pending
 from fullshard.torch_private import foreach_copy
@@ -72,6 +72,8 @@ class PointToPointTransport(Transport):
             return self._native._route(request)
         if request.direction == "reduce":
             check_summable(request.transfers)
+        if request.process_group.size() == 1:
+            return LocalRoute(request.direction, request.transfers)
         return _MessageRoute(request, *self._limits)
 
 

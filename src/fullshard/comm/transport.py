@@ -96,7 +96,7 @@ class Route(Protocol):
         """
 
 
-class _LocalRoute:
+class LocalRoute:
     """The route of values that this rank alone has: its shards are the whole. Also the route of no transfers."""
 
     staging = sent = 0
@@ -232,9 +232,8 @@ class Transport:
     ) -> Route:
         for transfer in transfers:
             transfer.check(direction, process_group)
-        brings_messages = any(transfer.plan.is_messages for transfer in transfers)
-        if process_group is None or not transfers or (process_group.size() == 1 and not brings_messages):
-            return _LocalRoute(direction, transfers)
+        if process_group is None or not transfers:
+            return LocalRoute(direction, transfers)
         return self._route(Request(direction, transfers, process_group, tag))
 
     def _route(self, request: Request) -> Route:

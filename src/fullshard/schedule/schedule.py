@@ -215,7 +215,8 @@ class Schedule:
             self._gather_ahead((group for target in unit.forward_prefetch for group in target.groups), None)
         else:
             self._gather_ahead(self.order.next_in_forward(), self.prefetch_limit)
-        if is_host(self.device):  # the next gather of these then waits for other replicas no longer
+        # The next gather then no longer waits for other replicas.
+        if unit.groups and unit.groups[0].data.shards_replicas and is_host(self.device):
             for group in islice(self.order.next_in_forward(), self.prefetch_limit, self.prefetch_limit + 1):
                 group.full.start_replica()
 
