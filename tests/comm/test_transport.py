@@ -7,12 +7,14 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from fullshard.buffer.messages import pieces_alone
 from fullshard.buffer.plan import LayoutName
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.shm import ShmTransport
-from fullshard.comm.transport import Reduction, Transport, alias
+from fullshard.comm.transport import Reduction, Transfer, Transport, alias
 from tests.comm.cases import (
     EMPTY,
     EQUAL,
@@ -154,6 +156,45 @@ def test_sections_of_several_dtypes_are_reduced_in_one_call(
     fill_fulls(case, transfers, world.rank)
     complete(reduce(transport, transfers, group(), 1, Reduction(world.size)))
     assert_reduced(case, transfers, world.rank, world.size, exactly_added=transport_name != "collective")
+
+
+@ranks(2, 3)
+@each_transport
+@pytest.mark.parametrize("layout", ["even", "ragged"])
+@pytest.mark.parametrize("is_selected", [False, True])
+def test_messages_and_zero_copy_gradients_are_reduced_as_they_are(
+    world: World, transport_name: str, layout: LayoutName, is_selected: bool
+) -> None:
+    case = Case(layout, (Section(torch.float32, ZERO_COPY), Section(torch.bfloat16, ZERO_COPY + ODD)))
+    transfers, zero_copy = [], list[Tensor]()
+    for each, values in zip(transfers_of(case, world.size), case.values(world.rank), strict=True):
+        plan, pitch = each.plan.messages, each.plan.packed.shard_numel
+        messages = torch.full((plan.full_numel,), math.nan, dtype=each.full.dtype)
+        for at, value in enumerate(values):
+            if at not in plan.zero_copy:
+                for piece in pieces_alone(plan, at, pitch):
+                    target = messages[plan.shard_offsets[at] :]
+                    piece.of_shard(target).copy_(piece.of_full(value.flatten()))
+        chosen = range(1, len(values) - 1) if is_selected else range(len(values))
+        plan = plan.select(chosen)
+        zero_copy += [values[chosen[at]].flatten() for at in plan.zero_copy]
+        transfers.append(Transfer(plan, messages, torch.full((plan.shard_numel,), math.nan, dtype=each.shard.dtype)))
+    assert layout == "ragged" or len(zero_copy) > 2
+    route = make(transport_name).reduce_route(transfers, group(), 1)
+    for _ in range(2):
+        given = [gradient.clone() for gradient in zero_copy]
+        before = [transfer.full.clone() for transfer in transfers]
+        route.start([transfer.shard for transfer in transfers], Reduction(world.size), *given).finish()
+        gradients = [[each[1:-1] if is_selected else each for each in case.values(rank)] for rank in range(world.size)]
+        for section, transfer in enumerate(transfers):
+            terms = zip(*(values[section] for values in gradients), strict=True)
+            means = [torch.stack([value.double() for value in values]).mean(0) for values in terms]
+            for start, expected in cut(transfer.plan, means, world.rank):
+                found = transfer.shard[start : start + expected.numel()].double()
+                tolerance = world.size * torch.finfo(transfer.full.dtype).eps
+                torch.testing.assert_close(found, expected, rtol=tolerance, atol=2 * tolerance)
+        for transfer, values in zip(transfers, before, strict=True):
+            transfer.full.copy_(values)  # a transport may overwrite them
 
 
 @ranks(2, 3)

@@ -17,13 +17,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
-from fullshard.buffer.plan import Copies, Piece, Plan, make_plan
+from fullshard.buffer.plan import Copies, ParamShape, Piece, Plan, make_plan
 from fullshard.buffer.sections import Dtypes, starts, views
 from fullshard.buffer.slots import Lease
 from fullshard.torch_private import chunk_cat, storage_id
@@ -53,6 +53,18 @@ def zero_copy_in(plans: Iterable[Plan]) -> list[ZeroCopy]:
             numel //= plan.world_size
             found.append(ZeroCopy(section, param, slice(start, start + numel), whole, numel, len(found)))
     return found
+
+
+def vectors(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+    """The plans of sections, and behind those that are messages a plan of each zero-copy parameter. Messages that are
+    shards end to end are a vector too, of which each rank has one run."""
+    if not any(plan.is_messages for plan in plans):
+        return tuple(plans)
+    packed = [plan.packed for plan in plans]
+    numels = [plan.full_numel if plan.is_rank_major else 0 for plan in packed]
+    numels += [each.numel * plans[0].world_size for each in zero_copy_in(plans)]
+    found = [make_plan([ParamShape("messages", (numel,))], plans[0].world_size) for numel in numels]
+    return tuple(vector if vector.end else plan for vector, plan in zip_longest(found, packed))
 
 
 def pieces_alone(plan: Plan, at: int, pitch: int) -> tuple[Piece, ...]:

@@ -17,12 +17,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat, starmap, zip_longest
+from itertools import repeat, starmap, zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fullshard.buffer.messages import vectors, zero_copy_in
 from fullshard.buffer.plan import Copies, Piece
 from fullshard.buffer.sections import align
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
@@ -47,7 +48,7 @@ DEPTH = 2  # rounds that are under way at once
 #: Where the tags of our messages begin, so that a user's own on the same group are not taken for them.
 _FIRST_TAG = 0x4653_0000
 
-Message = tuple[list[torch.Tensor], int, int]  # what ``send`` and ``recv`` take: a tensor, the other rank, and the tag
+Message = tuple[list[torch.Tensor], int, int]  # what ``recv`` takes: a tensor, the other rank, and the tag
 
 
 class PointToPointTransport(Transport):
@@ -56,6 +57,7 @@ class PointToPointTransport(Transport):
     """
 
     name = "p2p"
+    takes_messages = True
     adds_in_fp32 = True
 
     def __init__(self, staging: int = STAGING, large: int = LARGE, native: Transport | None = None) -> None:
@@ -67,7 +69,8 @@ class PointToPointTransport(Transport):
         """Low precision is added in fp32, in the order of ranks, so that the result depends on no timing."""
         fulls = [transfer.full for transfer in request.transfers]
         exact = request.direction == "gather" or all(full.dtype.itemsize >= 4 for full in fulls)
-        is_small = request.process_group.size() == 2 and sum(full.nbytes for full in fulls) <= SMALL
+        nbytes = sum(param.numel * full.itemsize for plan, full, _ in request.transfers for param in plan.params)
+        is_small = request.process_group.size() == 2 and nbytes <= SMALL
         if self._native is not None and exact and is_small:
             return self._native._route(request)
         if request.direction == "reduce":
@@ -84,7 +87,7 @@ class _BoundRound:
     in_shards: list[Piece] = field(default_factory=list)  # received where they are added up; posted first
     receives: list[Message] = field(default_factory=list)  # posted then
     before: Copies = field(default_factory=lambda: ([], []))  # make the packed messages
-    sends: list[Message] = field(default_factory=list)  # posted when they are made
+    sends: list[tuple[torch.Tensor | Piece, int]] = field(default_factory=list)  # posted when they are made, to a rank
     after: Copies = field(default_factory=lambda: ([], []))  # of what was received (gather)
     sums: list[Sum] = field(default_factory=list)  # of what was received (reduction)
     peers: list[int] = field(default_factory=list)  # the other rank of each message, in the order in which it is posted
@@ -103,6 +106,7 @@ class _Exchange:
     rounds: Sequence[_BoundRound]
     lease: Lease  # has their memory
     shards: Sequence[torch.Tensor]  # where a reduction writes its sums, divided by the divisor
+    fulls: Sequence[torch.Tensor]  # what it adds up, with the zero-copy gradients
     divisor: float
     works: list[list[dist.Work]] = field(default_factory=list)
 
@@ -114,7 +118,9 @@ class _Exchange:
         works += starmap(group.recv, planned.receives)
         if planned.before[0]:
             foreach_copy(*planned.before)
-        works += starmap(group.send, planned.sends)
+        for source, peer in planned.sends:
+            values = source.of_full(self.fulls[source.section]) if isinstance(source, Piece) else source
+            works.append(group.send([values], peer, route.tag))
         self.works.append(works)
 
     def finish(self) -> None:
@@ -137,7 +143,7 @@ class _Exchange:
                     if arrived.after[0]:
                         foreach_copy(*arrived.after)
                     for total in arrived.sums:
-                        total.write(self.shards, self.divisor)
+                        total.write(self.shards, self.divisor, self.fulls)
                 except Exception as error:
                     failure = error  # the peers wait for the other rounds: raised when they have them
             if index + DEPTH < len(self.rounds):
@@ -163,8 +169,11 @@ class _MessageRoute:
         self._peers = [(self._rank + distance) % world_size for distance in range(1, world_size)]
         plans = tuple(transfer.plan for transfer in transfers)
         self._fulls = [alias(transfer.full) for transfer in transfers]
-        self._dtypes = [full.dtype for full in self._fulls]
-        self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]
+        #: Gradients that are not in a buffer: each is a section of its own, behind the others.
+        self._zero_copy = zero_copy_in(plans) if any(plan.is_messages for plan in plans) else []
+        plans, beside = vectors(plans), [each.section for each in self._zero_copy]
+        self._dtypes = [full.dtype for full in (*self._fulls, *map(self._fulls.__getitem__, beside))]
+        self._shard_dtypes = [transfer.shard.dtype for transfer in (*transfers, *map(transfers.__getitem__, beside))]
         self._scratch = 0 if self._gathers else max(map(scratch_bytes, self._dtypes, self._shard_dtypes))
         #: The rank whose large pieces come where they are added up, before any other's but this rank's own; -1: none.
         self.first = int(self._rank == 0) if self._peers and not self._gathers and not self._scratch else -1
@@ -177,7 +186,7 @@ class _MessageRoute:
                 self._own = list(map(self._full, pieces)), list(map(self._source, pieces))
         itemsizes = tuple(dtype.itemsize for dtype in self._dtypes)
         capacity = max(LEAST_STAGING, staging // (DEPTH * max(1, len(self._peers))))
-        large = min(large, capacity)
+        large = min(large, capacity, *(each.numel * self._dtypes[each.section].itemsize for each in self._zero_copy))
         every = [plan_rounds(plans, itemsizes, each, large, capacity, direction) for each in range(world_size)]
         #: One after the other, and by the rank whose own values are sent by it (gather) or to it.
         self._rounds = list(zip_longest(*every, fillvalue=Round()))
@@ -187,11 +196,17 @@ class _MessageRoute:
         self.sent = sum(len(peers) * each.sent_bytes(itemsizes) for peers, each in leaving)
         self._bound: dict[int, list[_BoundRound]] = {}
 
-    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
+    def start(
+        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
+    ) -> Pending:
         """An exchange in staging of its own; its rounds there are the same ones in every step."""
         lease = SHARED.lease(self.staging, CPU) if self.staging else NO_LEASE
         rounds = self._bound.get(lease.index) or self._bind(lease)
-        exchange = _Exchange(self, rounds, lease, shards, reduction.divisor)
+        fulls: Sequence[torch.Tensor] = self._fulls
+        if self._zero_copy:
+            shards = [*shards, *(shards[each.section][each.chunk] for each in self._zero_copy)]
+            fulls = [*fulls, *zero_copy]
+        exchange = _Exchange(self, rounds, lease, shards, fulls, reduction.divisor)
         self.posted.append(exchange.works)
         for planned in rounds[:DEPTH]:
             exchange.post(planned)
@@ -242,15 +257,16 @@ class _MessageRoute:
             starts[peer] = start
             start += align(arriving.nbytes)
         for peers, leaving in self._leaving(rounds):
-            messages = [self._source(piece) for piece in (*leaving.unstaged, *(piece for piece, _ in leaving.whole))]
+            alone = [*leaving.unstaged, *(piece for piece, _ in leaving.whole)]
+            sources = list(map(self._given, alone))
             if leaving.packed:
-                messages.append(lease.view(torch.uint8, start, (leaving.packed_bytes,)))
+                sources.append(lease.view(torch.uint8, start, (leaving.packed_bytes,)))
                 first = start - leaving.packed_start
                 bound.before[0].extend(self._staged(lease, first, *each) for each in leaving.packed)
                 bound.before[1].extend(self._source(piece) for piece, _ in leaving.packed)
-            bound.sends += [([message], peer, self.tag) for peer in peers for message in messages]
+            bound.sends += [(source, peer) for peer in peers for source in sources]
             start += align(leaving.packed_bytes)
-        posted = (peer for _, peer, _ in chain(bound.receives, bound.sends))
+        posted = *(peer for _, peer, _ in bound.receives), *(peer for _, peer in bound.sends)
         bound.peers = [*repeat(self.first, len(bound.in_shards)), *posted]
         if not self._gathers:
             mine, of_whole = rounds[self._rank], {**starts, self.first: None}
@@ -263,12 +279,13 @@ class _MessageRoute:
         """The sum of a block of a piece over all ranks. The values of another lie ``offset`` bytes into its staging or,
         if it has no start there, in the shard."""
         offset += (block.shard_start - piece.shard_start) * self._dtypes[piece.section].itemsize
-        terms: list[torch.Tensor | None] = []
+        terms: list[torch.Tensor | Piece | None] = []
         for rank in range(len(self._peers) + 1):
             start = starts.get(rank)
             staged = None if start is None else self._staged(lease, start, block, offset)
-            terms.append(self._full(block) if rank == self._rank else staged)
-        return Sum(block, terms, self._shard_dtypes[piece.section], lease)
+            terms.append(self._given(block) if rank == self._rank else staged)
+        dtypes = self._dtypes[piece.section], self._shard_dtypes[piece.section]
+        return Sum(block, terms, *dtypes, lease)
 
     def _full(self, piece: Piece) -> torch.Tensor:
         return piece.of_full(self._fulls[piece.section])
@@ -276,6 +293,10 @@ class _MessageRoute:
     def _source(self, piece: Piece) -> torch.Tensor:
         """Where this rank has a piece that it sends."""
         return piece.of_shard(self._shards[piece.section]) if self._gathers else self._full(piece)
+
+    def _given(self, piece: Piece) -> torch.Tensor | Piece:
+        """The same; the piece itself if each start brings another tensor."""
+        return piece if piece.section >= len(self._fulls) else self._source(piece)
 
     def _staged(self, lease: Lease, start: int, piece: Piece, offset: int) -> torch.Tensor:
         """A piece in staging, which begins at ``start``."""

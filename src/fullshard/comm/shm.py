@@ -299,7 +299,7 @@ class _HostReduceRoute:
         return [full if slot is None else slot.tensor(start, full.numel(), full.dtype) for slot in slots]
 
     def _sum(self, block: Piece, terms: Sequence[torch.Tensor]) -> Sum:
-        return Sum(block, terms, self._shard_dtypes[block.section], self.transport.scratch)
+        return Sum(block, terms, terms[0].dtype, self._shard_dtypes[block.section], self.transport.scratch)
 
 
 class _HostSumRoute(_HostReduceRoute):

@@ -69,23 +69,29 @@ def divide_(tensor: torch.Tensor, divisor: float) -> None:
 
 
 class Sum:
-    """One block of a shard: the sum of the terms of all ranks, in order. A term is ``None`` if it is in the shard;
-    of the first two one is a tensor. ``scratch`` begins with :func:`scratch_bytes` that nobody else uses meanwhile.
+    """One block of a shard: the sum of the terms of all ranks, in order. A term is ``None`` if it is in the shard, and
+    a piece if it is in a full buffer that is given later. The first two are not both ``None``. ``scratch`` begins with
+    :func:`scratch_bytes` that nobody else uses meanwhile.
     """
 
     def __init__(
-        self, block: Piece, terms: Sequence[torch.Tensor | None], shard_dtype: torch.dtype, scratch: Lease
+        self,
+        block: Piece,
+        terms: Sequence[torch.Tensor | Piece | None],
+        dtype: torch.dtype,
+        shard_dtype: torch.dtype,
+        scratch: Lease,
     ) -> None:
-        dtype = next(term.dtype for term in terms if term is not None)
         sum_dtype = SUM_DTYPES[dtype]
         self.block, self.terms = block, terms
         #: Where to add them up, if not in the shard itself; where to convert each to the dtype of the sum.
         self.total = scratch.view(sum_dtype, 0, block.shape) if sum_dtype != shard_dtype else None
         self.term = scratch.view(sum_dtype, BLOCK * sum_dtype.itemsize, block.shape) if sum_dtype != dtype else None
 
-    def write(self, shards: Sequence[torch.Tensor], divisor: float) -> None:
+    def write(self, shards: Sequence[torch.Tensor], divisor: float, fulls: Sequence[torch.Tensor] = ()) -> None:
         target = self.block.of_shard(shards[self.block.section])
-        first, *others = [target if term is None else term for term in self.terms]
+        terms = [term.of_full(fulls[term.section]) if isinstance(term, Piece) else term for term in self.terms]
+        first, *others = [target if term is None else term for term in terms]
         total = target if self.total is None else self.total
         if self.term is None and others:
             torch.add(first, others[0], out=total)
