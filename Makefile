@@ -78,7 +78,7 @@ test-torch: ## run every test with another torch, TORCH=2.15.0 (2.12 or newer), 
 
 frameworks: ## run programs of accelerate, transformers, PEFT, TRL, Lightning, torchtitan and torchao on fullshard
 	$(MAKE) .venv-frameworks/.installed-frameworks VENV=.venv-frameworks PINS='-c constraints-frameworks.txt'
-	OMP_NUM_THREADS=1 .venv-frameworks/bin/python -m pytest --all $(ARGS) tests/frameworks
+	OMP_NUM_THREADS=1 .venv-frameworks/bin/python -m pytest --all $(ARGS) tests/frameworks tests/optim/test_blocks.py
 
 lint: $(VENV)/.installed-test ## ruff: rules and format
 	$(BIN)/ruff check .

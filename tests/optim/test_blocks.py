@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -10,26 +11,43 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard import Ragged, checkpoint, fully_shard
+from fullshard.optim import local_step
 from tests.checkpoint.test_save import run
 from tests.harness import RankPool, World, ranks
 from tests.harness.models import seeded
 
-LOW_BIT = ["Adam4bit", "Adam8bit", "AdamFp8", "AdamW8bit"]
+#: Optimizers with quantized state, as `<library>.<class>`.
+LOW_BIT = [f"torchao.{name}" for name in ("Adam4bit", "Adam8bit", "AdamFp8", "AdamW8bit")]
+LOW_BIT += [f"bitsandbytes.{name}" for name in ("Adam8bit", "AdamW8bit", "AdEMAMix8bit", "Lion8bit", "RMSprop8bit")]
+#: Optimizers that need whole matrices.
+OF_MATRICES = ["torch.Muon", "pytorch_optimizer.Shampoo", "pytorch_optimizer.ScalableShampoo"]
+#: Optimizers whose state `save` refuses if it is cut.
+REFUSED = ["bitsandbytes.AdEMAMix8bit", "pytorch_optimizer.ScalableShampoo"]
 
 
-def build() -> nn.Sequential:
-    """Weights of more than 4,096 elements and fewer, and biases."""
-    return nn.Sequential(nn.Linear(96, 128), nn.Tanh(), nn.Linear(128, 130), nn.Tanh(), nn.Linear(130, 16))
+def build(name: str, seed: int = 0) -> nn.Sequential:
+    """Weights of more than 4,096 elements and fewer, and biases. The last block of bitsandbytes may have fewer elements
+    than others."""
+    width = 133 if name.startswith("bitsandbytes") else 130
+    return seeded(
+        lambda: nn.Sequential(nn.Linear(96, 128), nn.Tanh(), nn.Linear(128, width), nn.Tanh(), nn.Linear(width, 16)),
+        seed,
+    )
 
 
 def optimizer_of(name: str, params: list[nn.Parameter]) -> Any:
-    if name == "Muon":
-        return torch.optim.Muon([param for param in params if param.ndim == 2], lr=1e-2)
-    import torchao.optim
-
-    return getattr(torchao.optim, name)(params, lr=1e-2)
+    library, _, kind = name.partition(".")
+    module = pytest.importorskip(library, reason=f"{library} is not installed")
+    if library != "pytorch_optimizer":
+        module = importlib.import_module(f"{library}.optim")
+    if name in OF_MATRICES:
+        params = [param for param in params if param.ndim == 2]
+    optimizer = getattr(module, kind)(params, lr=1e-2)
+    is_known = library != "pytorch_optimizer" or not any(isinstance(param, DTensor) for param in params)
+    return optimizer if is_known else local_step(optimizer, whole=True)
 
 
 def train(model: Any, optimizer: Any, steps: Iterable[int] = range(3)) -> None:
@@ -42,7 +60,9 @@ def train(model: Any, optimizer: Any, steps: Iterable[int] = range(3)) -> None:
                 param.grad = part(param, gradient)
             else:
                 param.grad = gradient
-        optimizer.step()
+        with CommDebugMode() as communication:
+            optimizer.step()
+        assert not communication.get_total_counts()
 
 
 def part(param: DTensor, whole: Tensor) -> DTensor:
@@ -56,10 +76,10 @@ def part(param: DTensor, whole: Tensor) -> DTensor:
 def compare(name: str, placement: Callable[[nn.Parameter], Any]) -> tuple[Any, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda function, **_: function)  # takes long, for the same values
-        whole = seeded(build)
+        whole = build(name)
         reference = optimizer_of(name, list(whole.parameters()))
         train(whole, reference)
-        model: Any = fully_shard(seeded(build), shard_placement_fn=placement)
+        model: Any = fully_shard(build(name), shard_placement_fn=placement)
         optimizer = optimizer_of(name, list(model.parameters()))
         train(model, optimizer)
     for (where, param), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
@@ -70,15 +90,19 @@ def compare(name: str, placement: Callable[[nn.Parameter], Any]) -> tuple[Any, A
 @ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("name", LOW_BIT)
 def test_quantized_state_is_that_of_the_whole(world: World, name: str) -> None:
-    pytest.importorskip("torchao")
     model, optimizer = compare(name, lambda param: Ragged(block=4096))
-    state = optimizer.state[model[0].weight]["exp_avg"]
-    assert not state.to_local().numel() or type(state.to_local()).__name__.startswith("OptimState")
+    state = optimizer.state[model[0].weight]
+    if name.startswith("torchao"):
+        local = state["exp_avg"].to_local()
+        assert not local.numel() or type(local).__name__.startswith("OptimState")
+    else:
+        assert not model[0].weight.to_local().numel() or state["state1"].dtype == torch.uint8
 
 
 @ranks(1, 2, 3, 4)
-def test_muon_has_whole_matrices(world: World) -> None:
-    model, _ = compare("Muon", lambda param: Ragged() if param.ndim == 2 else None)
+@pytest.mark.parametrize("name", OF_MATRICES)
+def test_matrices_are_whole(world: World, name: str) -> None:
+    model, _ = compare(name, lambda param: Ragged() if param.ndim == 2 else None)
     for param in (model[0].weight, model[2].weight, model[4].weight):
         assert param.to_local().shape[0] in (0, param.shape[0])
 
@@ -87,8 +111,10 @@ def test_muon_has_whole_matrices(world: World) -> None:
 @pytest.mark.parametrize(
     ("name", "placement", "says"),
     [
-        ("Muon", Ragged(rows=1), r"Muon .* '0.weight' of shape \(128, 96\) .* \[6144\] elements.* Ragged\(\)"),
-        ("Adam8bit", Ragged(rows=5), r"Adam8bit .* '0.weight' .* Ragged\(block=4096\)"),
+        ("torch.Muon", Ragged(rows=1), r"Muon .*Ragged\(\)\. But '0.weight' of shape \(128, 96\) .* \[6144\] elements"),
+        ("torchao.Adam8bit", Ragged(rows=5), r"Adam8bit .*Ragged\(block=4096\)\. But '0.weight'"),
+        ("pytorch_optimizer.Shampoo", Ragged(rows=1), r"Shampoo .*Ragged\(\)\. But '0.weight' .* \[6144\] elements"),
+        ("bitsandbytes.Lion8bit", Ragged(rows=5), r"Lion8bit .*Ragged\(block=4096\)\. But '0.weight'"),
     ],
 )
 def test_parameters_that_are_cut_inside_blocks_are_named(world: World, name: str, placement: Ragged, says: str) -> None:
@@ -96,15 +122,29 @@ def test_parameters_that_are_cut_inside_blocks_are_named(world: World, name: str
         compare(name, lambda param: placement)
 
 
+@ranks(2)
+def test_options_of_single_parameters_are_not_lost(world: World) -> None:
+    optim = pytest.importorskip("bitsandbytes").optim
+    model = fully_shard(build("bitsandbytes"), shard_placement_fn=placed("bitsandbytes.Adam8bit"))
+    optimizer = optim.Adam8bit(model.parameters())
+    manager = optim.GlobalOptimManager.get_instance()
+    manager.override_config(model[0].weight, "lr", 0.5)
+    try:
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            train(model, optimizer)
+    finally:
+        manager.initialize()
+
+
 def placed(name: str) -> Callable[[nn.Parameter], Any]:
-    return lambda param: Ragged(block=4096) if name != "Muon" else Ragged() if param.ndim == 2 else None
+    return lambda param: Ragged(block=4096) if name in LOW_BIT else Ragged() if param.ndim == 2 else None
 
 
 def save_and_load(world: World, folder: Path, name: str, loads: bool) -> list[Tensor]:
     """The parameters after two steps, a checkpoint, and two more steps; or after loading it and these two."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda function, **_: function)
-        model: Any = fully_shard(seeded(build, seed=int(loads)), shard_placement_fn=placed(name))
+        model: Any = fully_shard(build(name, int(loads)), shard_placement_fn=placed(name))
         optimizer = optimizer_of(name, list(model.parameters()))
         train(model, optimizer, [7] if loads else [0, 1])
         if loads:
@@ -115,10 +155,19 @@ def save_and_load(world: World, folder: Path, name: str, loads: bool) -> list[Te
         return [param.detach().full_tensor() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ["Adam4bit", "Adam8bit", "AdamFp8", "Muon"])
+@ranks(2)
+@pytest.mark.parametrize("name", REFUSED)
+def test_state_that_cannot_be_cut_for_other_ranks_is_not_saved(world: World, tmp_path: Path, name: str) -> None:
+    model: Any = fully_shard(build(name), shard_placement_fn=placed(name))
+    optimizer = optimizer_of(name, list(model.parameters()))
+    train(model, optimizer)
+    with pytest.raises((checkpoint.CheckpointError, TypeError), match="state"):
+        checkpoint.save(tmp_path, model, optimizer)
+
+
+@pytest.mark.parametrize("name", [name for name in [*LOW_BIT, *OF_MATRICES] if name not in REFUSED])
 def test_state_is_loaded_by_other_numbers_of_ranks(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
-    if name != "Muon":
-        pytest.importorskip("torchao")
+    pytest.importorskip(name.partition(".")[0])
     expected = run(rank_pool, save_and_load, 2, tmp_path, name, False)[0]
     for size in (1, 2, 3):
         for found in run(rank_pool, save_and_load, size, tmp_path, name, True):

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.serialization import get_safe_globals
 
-from fullshard.checkpoint.layout import Box, Layout, layout_of
+from fullshard.checkpoint.layout import SCALES, TABLES, Box, Layout, layout_of
 from fullshard.checkpoint.reader import Checkpoint, CheckpointError, Target
 from fullshard.checkpoint.selection import Selection
 from fullshard.group.parameter import local_tensor, plain_name
@@ -189,6 +189,11 @@ class Parameters:
     ) -> None:
         layout, is_flat, problem = self.known[original].layout, isinstance(param, FlatParameter), ""
         if isinstance(value, torch.Tensor) and value.ndim and value.shape != param.shape:
+            if path[-1] in SCALES or path[-1] in TABLES:
+                blocks = layout.of_inner(str(path[-1]), local_tensor(param).numel(), value)
+                if blocks is not None:
+                    contents.add(named(path), value, blocks)
+                    return
             is_whole = layout.boxes == (((0,) * len(layout.shape), layout.shape),)  # state may then have any shape
             if is_flat or not is_whole or isinstance(value, DTensor):
                 problem = (
@@ -284,13 +289,19 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
                 param_name, _, last = param_name.rpartition(".")
                 key = f"{last}.{key}"
             saved.setdefault(param_name, {})[key] = name
-    states: dict[nn.Parameter, State] = {}
+    states, positions = dict[nn.Parameter, State](), checkpoint.tensors.positions
     for options in optimizer.param_groups:
         on_device = bool(options.get("capturable") or options.get("fused"))
         for param in options["params"]:
             originals = params.shown[param]
             if not isinstance(param, FlatParameter) and isinstance(originals[0].param, Fragment) and not param.numel():
                 continue  # this rank has no elements of it, and so no state
+            if not isinstance(param, FlatParameter) and not params.known[originals[0]].layout.boxes:
+                layout, names = params.known[originals[0]]
+                keys = saved.get(names[0], {}).items()
+                shapes = {positions[name][0].shape for key, name in keys if "." not in key and name in positions}
+                if not shapes <= {(), layout.shape}:
+                    continue  # this rank has none of the blocks, nor the matrix, that this is state of
             state: State = {}
             for original in originals:
                 layout, names = params.known[original]
@@ -301,12 +312,14 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
                         outline = flattened[name] if name in flattened else checkpoint.value(name)
                         state[key] = _filled(outline, name, param, layout, checkpoint)
                     elif key not in state:
-                        kind, _ = checkpoint.tensors.positions[name]
+                        kind, _ = positions[name]
                         is_part = kind.shape == layout.shape and (kind.shape or key != "step")
                         if type(optimizer).__name__ == "Adafactor" and is_part and not {*layout.boxes} <= kind.parts():
                             # it computes differently on other parts
                             raise cut_differently(f"'{name}', state of Adafactor", checkpoint)
                         shape = tuple(param.shape) if is_part else kind.shape
+                        if layout.is_ragged and key in SCALES:
+                            shape = layout.inner_sizes(key, local_tensor(param).shape, shape)
                         kept = optimizer.state[param].get(key) if param in optimizer.state else None
                         if isinstance(kept, torch.Tensor) and is_traceable_subclass(local_tensor(kept)):
                             kept = None  # its inner tensors are not what the checkpoint has

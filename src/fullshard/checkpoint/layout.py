@@ -39,8 +39,10 @@ class Copies(NamedTuple):
     among: int = 1
 
 
-#: Inner tensors of torchao's low-bit state that are the same for all blocks.
-TABLES = {"qmap"}
+#: Tensors of torchao's and bitsandbytes' quantized state that are the same for all blocks.
+TABLES = {"qmap", "qmap1", "qmap2"}
+#: bitsandbytes' tensors with an element for each block, and the elements of such a block; the last one may have fewer.
+SCALES = {"absmax1": 256, "absmax2": 256}
 ONLY_HERE = Copies(None, 0, 1)
 
 
@@ -78,17 +80,21 @@ class Layout:
             return None
         if name in TABLES:
             return layout_of(inner)
-        block = numel // max(1, len(inner))
+        block = SCALES.get(name, numel // max(1, len(inner)))
         start = self.boxes[0][0][0] * math.prod(self.shape[1:]) if self.boxes else 0
-        if not block or block * len(inner) != numel or start % block or math.prod(self.shape) % block:
+        if not block or -(-numel // block) != len(inner) or start % block:
+            return None
+        if math.prod(self.shape) % block and name not in SCALES:
             return None
         box = (start // block,), (len(inner),)
-        return Layout((math.prod(self.shape) // block,), (box,), self.copies)
+        return Layout((-(-math.prod(self.shape) // block),), (box,), self.copies)
 
     def inner_sizes(self, name: str, local: tuple[int, ...], saved: tuple[int, ...]) -> tuple[int, ...]:
         """The sizes that an inner tensor has here, if it has the sizes ``saved`` for all of the parameter."""
         if saved == self.shape or name in TABLES or len(saved) != 1:
             return local if saved == self.shape else saved
+        if name in SCALES:
+            return (-(-math.prod(local) // SCALES[name]),)
         return (math.prod(local) * saved[0] // math.prod(self.shape),)
 
     def inner_context(self, saved: Any, local: torch.Size) -> Any:

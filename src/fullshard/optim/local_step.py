@@ -19,11 +19,11 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from operator import is_
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from fullshard import torch_private
 from fullshard.group.owners import owner_of
-from fullshard.group.parameter import local_tensor
+from fullshard.group.parameter import ShardedParameter, local_tensor
 from fullshard.torch_private import local_of, spec_of
 
 #: The classes of torch that compute element by element. Exactly these: a subclass may do anything.
@@ -45,7 +45,7 @@ NUMBERS = {"step", "eta", "mu", "mu_product"}
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
 
-def local_step(optimizer: O) -> O:
+def local_step(optimizer: O, whole: bool = False) -> O:
     """Make ``optimizer`` step on the local tensors of its sharded parameters. Call it for classes that are not torch's.
 
     torch's own Adam, AdamW, SGD and similar classes need no call.
@@ -56,6 +56,9 @@ def local_step(optimizer: O) -> O:
             ``step``, parameters, gradients and state are this rank's plain tensors. Outside, state of the shape of the
             part is a DTensor, and other state is as it is. A step with a closure or another argument runs on DTensors.
             ``state[param]`` must be a dict of values, without containers of sharded tensors.
+        whole: the class may compute with whole parameters instead, as Shampoo does with matrices. Each parameter must
+            lie on one rank: let ``shard_placement_fn`` return ``Ragged()``. A rank steps only on the parameters that it
+            has, and has state only for these.
 
     Returns:
         ``optimizer``.
@@ -63,7 +66,7 @@ def local_step(optimizer: O) -> O:
     Raises:
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
         ValueError: none of its parameters is sharded, or it is LBFGS, Adafactor, Muon or SparseAdam of torch, which do
-            not compute element by element.
+            not compute element by element. The first step raises it if ``whole`` is true and a parameter is cut.
 
     Ranks: each for itself, alike.
     """
@@ -79,7 +82,7 @@ def local_step(optimizer: O) -> O:
             f"this {type(optimizer).__name__} has no parameter of a sharded module: build it after fully_shard"
         )
     if optimizer not in _steps:
-        _steps[optimizer] = _LocalStep(optimizer)
+        _steps[optimizer] = _LocalStep(optimizer, whole)
     return optimizer
 
 
@@ -91,8 +94,9 @@ _OWN_ATTRIBUTES = ("param_groups", "state", *torch_private.STEP_HOOKS)  # attrib
 class _LocalStep:
     """Runs the steps of one optimizer on local tensors. The optimizer's hooks keep it alive."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, whole: bool = False) -> None:
         self._running: weakref.ref[Optimizer] | None = None
+        self._needs_whole, self._name = whole, type(optimizer).__name__
         self._by_param: dict[Any, _Link] = {}
         self._build([])
         self.handle = optimizer.register_step_pre_hook(self._begin)
@@ -132,9 +136,9 @@ class _LocalStep:
         """Give the parameters' gradients and state to the twins. Returns whether that is possible for all of them."""
         groups = [group["params"] for group in optimizer.param_groups]
         is_known = len(groups) == len(self._groups) and all(map(_same, groups, self._groups))
-        if not is_known or not torch_private.lend_gradients(self._by_param.values()):
+        if not is_known or not torch_private.lend_gradients(self._lent):
             self._build(groups)  # the parameters, or their local tensors, were replaced
-            if not torch_private.lend_gradients(self._by_param.values()):
+            if not torch_private.lend_gradients(self._lent):
                 return False
         if not self._by_param:
             return False
@@ -146,8 +150,10 @@ class _LocalStep:
         self._take_back()
         self._forget()
         self._groups = [list(group) for group in groups]
-        self._by_param = {}
+        self._by_param, self._lent = {}, []
         twins: dict[Any, _Link] = {}
+        if self._needs_whole:
+            _check_parts(self._name, _sharded(groups), None)
         for param in chain.from_iterable(groups):
             if isinstance(param, DTensor) and param not in twins:
                 local, spec, owner = local_of(param), spec_of(param), owner_of(param)
@@ -162,6 +168,7 @@ class _LocalStep:
                 torch_private.choose_grad_dtype(twin, torch_private.chosen_grad_dtype(param))
                 twins[param] = param, local, twin, spec
         self._by_param = twins
+        self._lent = [link for link in twins.values() if link[1].numel() or not self._needs_whole]
         self._substitutes = [[twins[param][2] if param in twins else param for param in group] for group in groups]
 
     def _adopt_state(self, optimizer: Optimizer) -> bool:
@@ -259,49 +266,73 @@ def _same(one: Collection[Any], other: Collection[Any]) -> bool:
 _steps: weakref.WeakKeyDictionary[Optimizer, _LocalStep] = weakref.WeakKeyDictionary()
 
 
+class _Blocks(NamedTuple):
+    """How an optimizer quantizes its state."""
+
+    size: int  # elements of a block
+    least: int  # elements from which it quantizes the state of a parameter
+    has_rest: bool  # whether the last block may be smaller; otherwise it quantizes whole blocks only
+
+    def quantize(self, numel: int) -> bool:
+        """Whether the state of a tensor is quantized."""
+        return numel >= self.least and (self.has_rest or numel % self.size == 0)
+
+    def are_whole(self, parts: list[int], numel: int) -> bool:
+        """Whether the parts of a parameter, in their order, are quantized like all of it."""
+        is_quantized = self.quantize(numel)
+        is_cut_inside = is_quantized and any(part % self.size for part in parts[:-1])
+        return not is_cut_inside and all(self.quantize(part) == is_quantized for part in parts)
+
+
+def _blocks_of(optimizer: Any) -> _Blocks | None:
+    """How an optimizer of torchao or bitsandbytes quantizes its state; ``None`` for all others. Imports nothing."""
+    module = type(optimizer).__module__
+    if module == "torchao.optim.adam" and hasattr(optimizer, "block_size"):
+        return _Blocks(int(optimizer.block_size), 4096, has_rest=False)
+    if module.startswith("bitsandbytes.optim.") and optimizer.args.optim_bits == 8 and not optimizer.args.max_unorm:
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        if any(id(param) in optimizer.mng.pid2config for param in params) or optimizer.mng.module_weight_config_triple:
+            return None  # options of single parameters, which it finds by identity: a twin would have none
+        return _Blocks(256, int(optimizer.args.min_8bit_size), has_rest=True)
+    return None
+
+
 def _computes_on_blocks(optimizer: Optimizer) -> bool:
     """Whether an optimizer that needs whole matrices, or quantizes its state by blocks, gets them on local tensors:
     parameters of it are ragged. Raises ValueError if others of its parameters are cut inside of their blocks."""
-    is_muon = type(optimizer) is getattr(torch.optim, "Muon", None)
-    if not (is_muon or _is_low_bit(optimizer)):
+    blocks = _blocks_of(optimizer)
+    if blocks is None and type(optimizer) is not getattr(torch.optim, "Muon", None):
         return False
-    owners = [owner_of(param) for group in optimizer.param_groups for param in group["params"]]
-    params = [owner[0].params[owner[1]] for owner in owners if owner is not None]
+    params = _sharded(group["params"] for group in optimizer.param_groups)
     if not any(param.ragged for param in params):
         return False
-    for param in params:
-        numel, ranks = param.shape.numel(), range(param.data.shard_size if param.dim is not None else 1)
-        parts = {math.prod(param.chunk_shape(rank)) for rank in ranks} - {0}
-        if is_muon:
-            is_right, needs = parts <= {numel}, "whole matrices: Ragged()"
-        else:
-            is_right = {_is_quantized(optimizer, part) for part in parts} <= {_is_quantized(optimizer, numel)}
-            needs = f"parts that it quantizes like the whole: Ragged(block={max(_LEAST_QUANTIZED, _block(optimizer))})"
-        if not is_right:
-            raise ValueError(
-                f"{type(optimizer).__name__} has ragged parameters, and '{param.name}' of shape {tuple(param.shape)} "
-                f"is cut into parts of {sorted(parts)} elements. It needs {needs} for this parameter, as the result of "
-                f"shard_placement_fn, for example fully_shard(model, shard_placement_fn=lambda param: Ragged())"
-            )
+    _check_parts(type(optimizer).__name__, params, blocks)
     return True
 
 
-#: Elements from which torchao's optimizers quantize state, like those of bitsandbytes.
-_LEAST_QUANTIZED = 4096
+def _sharded(groups: Iterable[list[torch.Tensor]]) -> list[ShardedParameter]:
+    """The sharded ones of an optimizer's parameters."""
+    owners = map(owner_of, chain.from_iterable(groups))
+    return [owner[0].params[owner[1]] for owner in owners if owner is not None]
 
 
-def _is_low_bit(optimizer: Optimizer) -> bool:
-    """Whether it is an optimizer of torchao with quantized state. Imports nothing."""
-    return type(optimizer).__module__ == "torchao.optim.adam" and hasattr(optimizer, "block_size")
-
-
-def _block(optimizer: Any) -> int:
-    return int(optimizer.block_size)
-
-
-def _is_quantized(optimizer: Optimizer, numel: int) -> bool:
-    """Whether it quantizes the state of a tensor."""
-    return numel >= _LEAST_QUANTIZED and numel % _block(optimizer) == 0
+def _check_parts(name: str, params: list[ShardedParameter], blocks: _Blocks | None) -> None:
+    """Raise ValueError if a parameter of an optimizer is cut inside of its blocks, or, without blocks, at all."""
+    for param in params:
+        numel, ranks = param.shape.numel(), range(param.data.shard_size if param.dim is not None else 1)
+        parts = [part for rank in ranks if (part := math.prod(param.chunk_shape(rank)))]
+        if blocks is None:
+            is_right, needs = {*parts} <= {numel}, "whole matrices, placed by Ragged()"
+        else:
+            least = -(-blocks.least // blocks.size) * blocks.size
+            is_right = blocks.are_whole(parts, numel)
+            needs = f"parts that it quantizes like the whole, placed by Ragged(block={least})"
+        if not is_right:
+            raise ValueError(
+                f"{name} needs {needs}. But '{param.name}' of shape {tuple(param.shape)} is cut into parts of "
+                f"{sorted({*parts})} elements: let shard_placement_fn return this for the parameter, for example "
+                f"fully_shard(model, shard_placement_fn=lambda param: Ragged())"
+            )
 
 
 def prepare_step(optimizer: Optimizer) -> None:
