@@ -55,13 +55,13 @@ def zero_copy_in(plans: Iterable[Plan]) -> list[ZeroCopy]:
     return found
 
 
-def vectors(plans: Sequence[Plan]) -> tuple[Plan, ...]:
-    """The plans of sections, and behind those that are messages a plan of each zero-copy parameter. Messages that are
-    shards end to end are a vector too, of which each rank has one run."""
+def vectors(plans: Sequence[Plan], joined: bool = True) -> tuple[Plan, ...]:
+    """The plans of sections, and behind those that are messages a plan of each zero-copy parameter. With ``joined``,
+    messages that are shards end to end are a vector too, of which each rank has one run."""
     if not any(plan.is_messages for plan in plans):
         return tuple(plans)
     packed = [plan.packed for plan in plans]
-    numels = [plan.full_numel if plan.is_rank_major else 0 for plan in packed]
+    numels = [plan.full_numel if joined and plan.is_rank_major else 0 for plan in packed]
     numels += [each.numel * plans[0].world_size for each in zero_copy_in(plans)]
     found = [make_plan([ParamShape("messages", (numel,))], plans[0].world_size) for numel in numels]
     return tuple(vector if vector.end else plan for vector, plan in zip_longest(found, packed))

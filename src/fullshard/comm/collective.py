@@ -22,6 +22,7 @@ from fullshard.buffer.plan import Copies
 from fullshard.buffer.sections import starts, views
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
 from fullshard.comm.backend_memory import BackendMemory
+from fullshard.comm.encoded import EncodedRoute, Post, Span
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transport, alias
@@ -61,7 +62,43 @@ class CollectiveTransport(Transport):
         return super().allocate(nbytes, device)
 
     def _route(self, request: Request) -> Route:
+        if request.wire is not None:
+            return EncodedRoute(request, partial(_CollectiveMail, request))
         return _CollectiveRoute(request, self._all_gather if request.direction == "gather" else self._reduce_scatter)
+
+
+class _CollectiveMail:
+    """Letters that travel in one collective: an all-gather, or an all-to-all and a local sum."""
+
+    def __init__(self, request: Request, post: Post) -> None:
+        self._group, self._post, self._work = request.process_group, post, list[dist.Work | None]()
+        self._wait = Wait(f"an encoded {request.direction}", request.process_group, request.tag, post.gathers)
+
+    def send(self, rank: int, span: Span) -> None:
+        return
+
+    def close(self) -> None:
+        post, group, by_host = self._post, self._group, is_host(self._post.inbox.device)
+        if post.gathers:
+            work = all_gather_over(group, by_host)[0](post.inbox, post.sent[group.rank()])
+        else:
+            received, sent = ([letter.numel() for letter in letters] for letters in (post.received, post.sent))
+            work = dist.all_to_all_single(post.inbox, post.outbox, received, sent, group, async_op=by_host)
+        self._work.append(work)
+
+    def wait(self) -> None:
+        WAITS.current = self._wait
+        WAITS.count += 1
+        try:
+            for work in self._work:
+                if work is not None:
+                    work.wait()
+        except RuntimeError as error:
+            if not comes_from_backend(error):
+                raise
+            raise lost(self._wait, "another rank", error) from error
+        finally:
+            WAITS.current = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +124,7 @@ class _CollectiveRoute:
     """Collectives, and the memory that they work on beside the buffers: one for each dtype that is added up."""
 
     def __init__(self, request: Request, comm: Comm | BackendMemory | None) -> None:
-        direction, transfers, process_group, tag = request
+        direction, transfers, process_group, tag, _ = request
         self._gathers, self._comm = direction == "gather", comm
         what = "an all-gather" if self._gathers else "a reduce-scatter"
         self._wait = Wait(what, process_group, tag, self._gathers)  # the order of calls is enough: for errors only

@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat, starmap, zip_longest
 from typing import Any
 
@@ -27,6 +28,7 @@ from fullshard.buffer.messages import vectors, zero_copy_in
 from fullshard.buffer.plan import Copies, Piece
 from fullshard.buffer.sections import align
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
+from fullshard.comm.encoded import EncodedRoute, Post, Span
 from fullshard.comm.rounds import Round, plan_rounds
 from fullshard.comm.sums import Sum, blocks, check_summable, scratch_bytes
 from fullshard.comm.transport import PLAIN_SUM, LocalRoute, Reduction, Request, Route, Transport, alias
@@ -67,6 +69,8 @@ class PointToPointTransport(Transport):
 
     def _route(self, request: Request) -> Route:
         """Low precision is added in fp32, in the order of ranks, so that the result depends on no timing."""
+        if request.wire is not None:
+            return EncodedRoute(request, partial(_PairMail, request))
         fulls = [transfer.full for transfer in request.transfers]
         exact = request.direction == "gather" or all(full.dtype.itemsize >= 4 for full in fulls)
         nbytes = sum(param.numel * full.itemsize for plan, full, _ in request.transfers for param in plan.params)
@@ -155,16 +159,55 @@ class _Exchange:
             raise failure
 
 
+def _message_tag(request: Request) -> int:
+    """The tag of the messages of a route: a group may gather and reduce at once."""
+    return _FIRST_TAG + 2 * request.tag + (request.direction == "reduce")
+
+
+class _PairMail:
+    """Letters as messages between pairs of ranks."""
+
+    def __init__(self, request: Request, post: Post) -> None:
+        group = self._group = request.process_group
+        self._post, self._tag, self._works = post, _message_tag(request), list[tuple[dist.Work, int]]()
+        self._wait = Wait(f"an encoded {request.direction}", group, request.tag, post.gathers)
+        self._posted = _posted.setdefault(group, [])
+        self._posted.append(self._works)
+        for rank, (letter, messages) in enumerate(zip(post.received, post.messages, strict=True)):
+            self._works += [(group.recv([letter[slice(*span)]], rank, self._tag), rank) for span in messages]
+
+    def send(self, rank: int, span: Span) -> None:
+        group, mine = self._group, self._group.rank()
+        for peer in [each for each in range(group.size()) if each != mine] if self._post.gathers else [rank]:
+            message = self._post.sent[peer][slice(*span)]
+            self._works.append((group.send([message], peer, self._tag), peer))
+
+    def close(self) -> None:
+        return
+
+    def wait(self) -> None:
+        WAITS.current = self._wait
+        WAITS.count += 1
+        try:
+            for work, peer in self._works:  # noqa: B007 - for the error
+                work.wait()
+        except RuntimeError as error:
+            raise lost(self._wait, f"rank {dist.get_global_rank(self._group, peer)}", error) from error
+        finally:
+            WAITS.current = None
+        self._posted.remove(self._works)
+
+
 class _MessageRoute:
     """How this rank's shards travel to all ranks, or its values of all to their owners."""
 
     def __init__(self, request: Request, staging: int, large: int) -> None:
-        direction, transfers, process_group, tag = request
+        direction, transfers, process_group, tag, _ = request
         self.process_group, self._gathers = process_group, direction == "gather"
         self.posted = _posted.setdefault(process_group, [])
         what = "a point-to-point " + ("all-gather" if self._gathers else "reduce-scatter")
         self.wait = Wait(what, process_group, tag, self._gathers)
-        self.tag = _FIRST_TAG + 2 * tag + (not self._gathers)  # a group may gather and reduce at once
+        self.tag = _message_tag(request)
         self._rank, world_size = process_group.rank(), process_group.size()
         self._peers = [(self._rank + distance) % world_size for distance in range(1, world_size)]
         plans = tuple(transfer.plan for transfer in transfers)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fullshard.buffer.plan import Piece, Plan
 from fullshard.buffer.shared_memory import Segment
+from fullshard.comm.encodings import Encoding
 from fullshard.comm.local_ranks import PassBarrier
 from fullshard.device import Done, Pending
 
@@ -68,6 +69,27 @@ class Reduction(NamedTuple):
 PLAIN_SUM = Reduction()  # what the ranks bring is added up, and not divided
 
 
+@dataclass
+class Feedback:
+    """What encodings have lost of the gradients of this rank, to be added to those of the next step.
+
+    Attributes:
+        lost: in bf16, in place of each full buffer and then of each zero-copy gradient.
+        is_loaded: whether a checkpoint has put something in the place of this rank's own part, which is not sent.
+    """
+
+    lost: Sequence[torch.Tensor]
+    is_loaded: bool = False
+
+
+class Wire(NamedTuple):
+    """How the messages of a route are encoded."""
+
+    encoding: Encoding
+    min_numel: int  # parameters of fewer elements travel as they are
+    feedback: Feedback | None = None  # of a reduction
+
+
 class Request(NamedTuple):
     """What a route is worked out for: at least one transfer of one group, which has the tag, and the ranks."""
 
@@ -75,6 +97,7 @@ class Request(NamedTuple):
     transfers: Sequence[Transfer]
     process_group: dist.ProcessGroup
     tag: int
+    wire: Wire | None = None  # ``None``: everything travels as it is
 
 
 class Route(Protocol):
@@ -204,23 +227,36 @@ class Transport:
     def close_peers_buffers(self) -> None:
         """Close the buffers of other ranks that were opened here: these may want to give them back to the system."""
 
-    def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup | None, tag: int) -> Route:
+    def gather_route(
+        self,
+        transfers: Sequence[Transfer],
+        process_group: dist.ProcessGroup | None,
+        tag: int,
+        wire: Wire | None = None,
+    ) -> Route:
         """The route from sharded to replicated: it writes each ``shard`` to its pieces of every ``full``, of one dtype.
 
-        Padding is left undefined. Parameters that every rank keeps whole (``dim=None``) are taken from this rank's own
-        shard. Without a process group this rank alone has the values, and its shard may have another dtype and device.
+        With a ``wire`` all ranks, this one too, get the numbers that its encoding leaves. Padding is left undefined.
+        Parameters that every rank keeps whole (``dim=None``) are taken from this rank's own shard. Without a process
+        group this rank alone has the values, and its shard may have another dtype and device.
         Raises ValueError if a tensor does not fit its plan, or a plan does not fit the number of ranks.
         """
-        return self._checked_route("gather", transfers, process_group, tag)
+        return self._checked_route("gather", transfers, process_group, tag, wire)
 
-    def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup | None, tag: int) -> Route:
+    def reduce_route(
+        self,
+        transfers: Sequence[Transfer],
+        process_group: dist.ProcessGroup | None,
+        tag: int,
+        wire: Wire | None = None,
+    ) -> Route:
         """The route from partial to sharded: it overwrites a shard with the reduced pieces of this rank.
 
         ``full`` has the dtype that travels and may be overwritten. Only the dtype of each ``shard`` counts here, to
         which the result is cast; every start brings its own shards. Their padding is left undefined. Without a process
         group this rank's values are the sum. Errors as for a gather, and a TypeError for a dtype that is not added up.
         """
-        return self._checked_route("reduce", transfers, process_group, tag)
+        return self._checked_route("reduce", transfers, process_group, tag, wire)
 
     def sum_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route | None:
         """The route from partial to replicated: like a reduction without other ranks, of the sum over all ranks.
@@ -228,13 +264,18 @@ class Transport:
         return None
 
     def _checked_route(
-        self, direction: Direction, transfers: Sequence[Transfer], process_group: dist.ProcessGroup | None, tag: int
+        self,
+        direction: Direction,
+        transfers: Sequence[Transfer],
+        process_group: dist.ProcessGroup | None,
+        tag: int,
+        wire: Wire | None,
     ) -> Route:
         for transfer in transfers:
             transfer.check(direction, process_group)
         if process_group is None or not transfers:
             return LocalRoute(direction, transfers)
-        return self._route(Request(direction, transfers, process_group, tag))
+        return self._route(Request(direction, transfers, process_group, tag, wire))
 
     def _route(self, request: Request) -> Route:
         raise NotImplementedError(f"transport '{self.name}' does not {request.direction}")

@@ -1,0 +1,302 @@
+"""Routes whose messages are encoded.
+
+What goes from one rank to another is a *letter*: parcels of encoded numbers, and behind them small parts as they are.
+Owns the layout of letters, and when they are encoded, decoded and added up. It leaves to a :class:`Mail` of the
+transport how bytes travel, and to :mod:`fullshard.comm.encodings` what they mean::
+
+    letter    parcel 0 | parcel 1 | ... | exact parts      sent in messages of a few parcels, as soon as these are there
+
+    gather    shard ─▶ letter to all ─▶ full buffers of all; this rank decodes its own letter too
+    reduce    gradients + what was lost before ─▶ a letter to each owner; what it loses is kept for the next step
+              own gradients as they are + all letters ─▶ shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+
+from fullshard.buffer.messages import vectors, zero_copy_in
+from fullshard.buffer.plan import Piece, Plan
+from fullshard.buffer.sections import align
+from fullshard.buffer.slots import SHARED
+from fullshard.comm.encodings import Encoding, add_scaled
+from fullshard.comm.sums import BLOCK, Sum, blocks, check_summable, divide_, scratch_bytes
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Wire, alias
+from fullshard.device import Pending
+from fullshard.torch_private import foreach_copy
+
+_PARCELS = 4  # in a message: a message costs about 30 us on either side, and the other rank is to begin early
+
+Span = tuple[int, int]  # where something begins and ends, in bytes
+
+
+class Parcel(NamedTuple):
+    """Pieces that are encoded together. Each begins on a boundary of blocks, so many numbers from the first."""
+
+    pieces: tuple[tuple[Piece, int], ...]
+    numel: int
+    span: Span  # in the letter
+
+
+class Letter(NamedTuple):
+    """What one rank gets from another."""
+
+    parcels: tuple[Parcel, ...]
+    exact: tuple[tuple[Piece, int], ...]  # pieces that are not encoded, and where they begin, in bytes
+    nbytes: int
+
+    @property
+    def messages(self) -> list[Span]:
+        """The parts in which it is sent."""
+        ends = [parcel.span[1] for parcel in self.parcels[_PARCELS - 1 :: _PARCELS]]
+        return [(start, end) for start, end in pairwise([0, *ends, self.nbytes]) if start < end]
+
+
+@lru_cache(maxsize=2048)
+def write_letter(
+    plans: tuple[Plan, ...], dtypes: tuple[torch.dtype, ...], encoding: Encoding, least: int, owner: int, sums: bool
+) -> Letter:
+    """The letter with the parts of ``owner``: from it to any other rank or, if they are summed up, to it. Pieces of
+    fewer than ``least`` elements are exact."""
+    parcels, exact, pieces = list[Parcel](), list[tuple[Piece, int]](), list[tuple[Piece, int]]()
+    numel = start = 0
+    every = [piece for i, plan in enumerate(plans) for piece in plan.pieces(owner, i) if sums or not piece.is_kept]
+    encoded = [
+        each for each in every if not each.is_kept and each.numel >= least and encoding.saves(dtypes[each.section])
+    ]
+    for part in [part for piece in encoded for part in blocks(piece)]:
+        size = -(-part.numel // encoding.block) * encoding.block
+        if pieces and numel + size > BLOCK:
+            parcels.append(Parcel(tuple(pieces), numel, (start, start + encoding.nbytes(numel))))
+            pieces, numel, start = [], 0, start + encoding.nbytes(numel)
+        pieces.append((part, numel))
+        numel += size
+    if pieces:
+        parcels.append(Parcel(tuple(pieces), numel, (start, start + encoding.nbytes(numel))))
+        start += encoding.nbytes(numel)
+    for piece in every:
+        if piece not in encoded:
+            exact.append((piece, start))
+            start += align(piece.numel * dtypes[piece.section].itemsize)
+    return Letter(tuple(parcels), tuple(exact), start)
+
+
+@dataclass(frozen=True)
+class Post:
+    """The letters of one exchange in memory, by rank."""
+
+    gathers: bool
+    sent: Sequence[torch.Tensor]  # in a gather the same for all
+    received: Sequence[torch.Tensor]
+    messages: Sequence[Sequence[Span]]  # the parts in which each is received
+    outbox: torch.Tensor  # where ``sent`` and ``received`` lie end to end; the own letters are empty in a reduction
+    inbox: torch.Tensor
+
+
+class Mail(Protocol):
+    """How the letters of an exchange travel. It is opened before they are written, and starts to receive."""
+
+    def send(self, rank: int, span: Span) -> None:
+        """A message to ``rank`` (in a gather, to all) is written."""
+
+    def close(self) -> None:
+        """All messages are written."""
+
+    def wait(self) -> None:
+        """Return when all letters have come, and those sent may be written again; on a device, let the current stream
+        wait for that."""
+
+
+class EncodedRoute:
+    """A route with a wire, see :class:`~fullshard.comm.transport.Route`."""
+
+    def __init__(self, request: Request, open_mail: Callable[[Post], Mail]) -> None:
+        direction, transfers, group, _, wire = request
+        assert wire is not None
+        self.wire: Wire = wire
+        self.open_mail, self.gathers, self.rank, self.size = (
+            open_mail,
+            direction == "gather",
+            group.rank(),
+            group.size(),
+        )
+        if not self.gathers:
+            check_summable(transfers)
+        self.device, plans = transfers[0].full.device, [transfer.plan for transfer in transfers]
+        self.fulls = [alias(transfer.full) for transfer in transfers]
+        self.shards = [alias(transfer.shard) for transfer in transfers] if self.gathers else []
+        #: Gradients that are not in a buffer: each is a section of its own, behind the others.
+        self.zero_copy = zero_copy_in(plans) if any(plan.is_messages for plan in plans) else []
+        sections = [*range(len(plans)), *(each.section for each in self.zero_copy)]
+        self.dtypes = tuple(self.fulls[section].dtype for section in sections)
+        self.shard_dtypes = [transfers[section].shard.dtype for section in sections]
+        vector_plans, least = vectors(plans, joined=False), wire.min_numel // self.size
+        given = vector_plans, self.dtypes, wire.encoding, least
+        self.letters = [write_letter(*given, owner, not self.gathers) for owner in range(self.size)]
+        if self.gathers:  # a collective wants letters of one size
+            most = max(letter.nbytes for letter in self.letters)
+            self.letters = [letter._replace(nbytes=most) for letter in self.letters]
+        #: What a gather takes from this rank's own shard.
+        pieces = [piece for i, plan in enumerate(plans) for piece in plan.pieces(self.rank, i)] if self.gathers else []
+        exact = [piece for piece, _ in self.letters[self.rank].exact]
+        self.own = [piece for piece in pieces if piece.is_kept or piece in exact]
+        nbytes = [letter.nbytes for letter in self.letters]
+        received = [nbytes[self.rank]] * self.size
+        sent = [0] * self.size if self.gathers else nbytes
+        if not self.gathers:
+            received[self.rank] = sent[self.rank] = 0
+        self.sent = (self.size - 1) * nbytes[self.rank] if self.gathers else sum(sent)
+        scratch = 0 if self.gathers else max(map(scratch_bytes, self.dtypes, self.shard_dtypes))
+        #: Where parts of the staging begin: sums, a parcel, the letters received and those sent.
+        self.starts = [scratch, *accumulate([*received, *sent], initial=scratch + 4 * BLOCK)]
+        self.staging = self.starts[-1]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def start(
+        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
+    ) -> Pending:
+        exchange = _Exchange(self, reduction.divisor)
+        if self.gathers:
+            exchange.write(self.rank, self._sources_of_gather)
+            for piece in self.own:
+                piece.of_full(self.fulls[piece.section]).copy_(piece.of_shard(self.shards[piece.section]))
+        else:
+            exchange.shards = [*shards, *(shards[each.section][each.chunk] for each in self.zero_copy)]
+            exchange.fulls = [*self.fulls, *zero_copy]
+            for distance in range(1, self.size):
+                exchange.write((self.rank + distance) % self.size, exchange.gradient)
+        exchange.mail.close()
+        return exchange
+
+    def _sources_of_gather(self, piece: Piece) -> torch.Tensor:
+        return piece.of_shard(self.shards[piece.section])
+
+
+class _Exchange:
+    """Letters on their way."""
+
+    def __init__(self, route: EncodedRoute, divisor: float) -> None:
+        self._route, self._divisor = route, divisor
+        self.shards = self.fulls = list[torch.Tensor]()
+        self._lease = lease = SHARED.lease(route.staging, route.device)
+        scratch, *starts = route.starts
+        self._parcel = lease.view(torch.float32, scratch, (BLOCK,))
+        letters = [lease.view(torch.uint8, start, (stop - start,)) for start, stop in pairwise(starts)]
+        self._received, sent = letters[: route.size], letters[route.size :]
+        if route.gathers:
+            sent = [self._received[route.rank]] * route.size
+        owners = range(route.size) if route.gathers else [route.rank] * route.size
+        messages = [[] if rank == route.rank else route.letters[owner].messages for rank, owner in enumerate(owners)]
+        bounds = starts[0], starts[route.size], starts[-1]
+        inbox, outbox = (lease.view(torch.uint8, start, (stop - start,)) for start, stop in pairwise(bounds))
+        self._sent, self.mail = (
+            sent,
+            route.open_mail(Post(route.gathers, sent, self._received, messages, outbox, inbox)),
+        )
+
+    def gradient(self, piece: Piece) -> torch.Tensor:
+        return piece.of_full(self.fulls[piece.section])
+
+    def _fill(self, parcel: Parcel, source: Callable[[Piece], torch.Tensor]) -> torch.Tensor:
+        """The numbers of a parcel in scratch memory. What is left of a block repeats the last number before it."""
+        values, block = self._parcel[: parcel.numel], self._route.wire.encoding.block
+        foreach_copy([*_cut(values, parcel)], [source(piece) for piece, _ in parcel.pieces])
+        for piece, start in parcel.pieces:
+            end = start + piece.numel
+            if end % block:
+                values[end : end + -end % block] = values[end - 1]
+        return values
+
+    def write(self, owner: int, source: Callable[[Piece], torch.Tensor]) -> None:
+        """Write the letter with the parts of ``owner``, and send it."""
+        route, letter, out = self._route, self._route.letters[owner], self._sent[owner]
+        feedback, encoding = route.wire.feedback, route.wire.encoding
+        ready = list(letter.messages)
+        for piece, start in letter.exact:
+            part = out[start : start + piece.numel * route.dtypes[piece.section].itemsize]
+            part.view(route.dtypes[piece.section]).view(piece.shape).copy_(source(piece))
+        for parcel in letter.parcels:
+            values, encoded = self._fill(parcel, source), out[slice(*parcel.span)]
+            lost = (
+                [] if feedback is None else [piece.of_full(feedback.lost[piece.section]) for piece, _ in parcel.pieces]
+            )
+            for each, before in zip(_cut(values, parcel), lost, strict=False):
+                each.add_(before)
+            encoding.encode(values, encoded)
+            if route.gathers or lost:
+                decoded, inverse = encoding.decode(encoded, parcel.numel)
+            if route.gathers:
+                for (piece, _), each in zip(parcel.pieces, _cut(decoded, parcel), strict=True):
+                    torch.mul(each, inverse, out=piece.of_full(route.fulls[piece.section]))
+            elif lost:
+                values.sub_(decoded).mul_(inverse).nan_to_num_(0.0, 0.0, 0.0)  # an infinity is not to stay for ever
+                foreach_copy(lost, [*_cut(values, parcel)])
+            if ready[0][1] <= parcel.span[1]:
+                self.mail.send(owner, ready.pop(0))
+        for message in ready:
+            self.mail.send(owner, message)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Decode what came."""
+        self.mail.wait()
+        route, encoding = self._route, self._route.wire.encoding
+        for rank, letter in enumerate(route.letters) if route.gathers else ():
+            if rank == route.rank:
+                continue
+            for parcel in letter.parcels:
+                values, factor = encoding.decode(self._received[rank][slice(*parcel.span)], parcel.numel)
+                for (piece, _), each in zip(parcel.pieces, _cut(values, parcel), strict=True):
+                    torch.mul(each, factor, out=piece.of_full(route.fulls[piece.section]))
+            for piece, start in letter.exact:
+                piece.of_full(route.fulls[piece.section]).copy_(self._exact(rank, piece, start))
+        if not route.gathers:
+            self._add_up(route.letters[route.rank])
+        self._lease.give_back()
+
+    def _exact(self, rank: int, piece: Piece, start: int) -> torch.Tensor:
+        """A piece that came as it is."""
+        dtype = self._route.dtypes[piece.section]
+        return self._received[rank][start : start + piece.numel * dtype.itemsize].view(dtype).view(piece.shape)
+
+    def _add_up(self, letter: Letter) -> None:
+        """Write the sums of this rank's own gradients and of those that came."""
+        route, encoding, feedback = self._route, self._route.wire.encoding, self._route.wire.feedback
+        others = [rank for rank in range(route.size) if rank != route.rank]
+        for parcel in letter.parcels:
+            total = self._fill(parcel, self.gradient)
+            if feedback is not None and feedback.is_loaded:
+                for (piece, _), each in zip(parcel.pieces, _cut(total, parcel), strict=True):
+                    each.add_(own := piece.of_full(feedback.lost[piece.section]))
+                    own.zero_()
+            for rank in others:
+                add_scaled(total, *encoding.decode(self._received[rank][slice(*parcel.span)], parcel.numel))
+            divide_(total, self._divisor)
+            foreach_copy(
+                [piece.of_shard(self.shards[piece.section]) for piece, _ in parcel.pieces], [*_cut(total, parcel)]
+            )
+        if feedback is not None:
+            feedback.is_loaded = False
+        for piece, start in letter.exact:
+            dtypes = route.dtypes[piece.section], route.shard_dtypes[piece.section]
+            for block in blocks(piece):
+                at = start + (block.shard_start - piece.shard_start) * dtypes[0].itemsize
+                terms = [
+                    self.gradient(block) if rank == route.rank else self._exact(rank, block, at)
+                    for rank in range(route.size)
+                ]
+                Sum(block, terms, *dtypes, self._lease).write(self.shards, self._divisor)
+
+
+def _cut(values: torch.Tensor, parcel: Parcel) -> Iterator[torch.Tensor]:
+    """The pieces of a parcel."""
+    for piece, start in parcel.pieces:
+        yield values[start : start + piece.numel].view(piece.shape)

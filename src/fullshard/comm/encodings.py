@@ -1,0 +1,271 @@
+"""How numbers become fewer bytes on the wire, and numbers again.
+
+An :class:`Encoding` turns a *parcel*, a run of fp32 numbers, into bytes. It cuts the numbers into *blocks*, each with a
+scale of its own. Owns the formats, and knows no ranks and no parameters::
+
+    a block   x_0 ... x_127                                   fp32
+    int8      q_0 ... q_127 | scale | low                     x = low + q * scale
+    int4      q_0 q_1 | ... | q_126 q_127 | scale | low       the same, two in a byte; scale and low in fp16
+    fp8       q_0 ... q_127 | scale                           x = q * scale, q in float8_e4m3fn
+    bf16      x_0 ... x_127
+
+Behind its blocks a parcel has a power of two, by which its numbers were multiplied: so scales have the range of fp32.
+A negative scale marks a block with infinities or NaN. Some of its codes mean these, the others its finite numbers.
+
+The formats int8 and int4 are those of torch's quantized embeddings, whose kernels are used on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+
+from fullshard.device import is_host
+from fullshard.wire_policy import EncodingName
+
+Factor = float | torch.Tensor  # a power of two: a number on the CPU, and a tensor of one on a device
+
+_TAIL = 16  # bytes behind the blocks of a parcel: a power of two, and a gap, so that the next parcel is aligned
+_MOST = 126  # the largest power of two of which fp32 has the inverse
+_MARKS = 3  # codes that mean no number
+
+
+class Encoding:
+    """A format of parcels.
+
+    Args:
+        block: the numbers of a block. Small blocks are closer to the numbers and take more bytes.
+    """
+
+    #: The largest number of a parcel is brought between this power of two and half of it.
+    _exponent = 0
+
+    def __init__(self, block: int) -> None:
+        self.block = block
+        self._row = self._bytes_of_block()
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of a parcel of ``numel`` numbers, a multiple of ``block``."""
+        return -(-(numel // self.block * self._row) // _TAIL) * _TAIL + _TAIL
+
+    def saves(self, dtype: torch.dtype) -> bool:
+        """Whether numbers of a dtype take fewer bytes when they are encoded."""
+        return dtype.is_floating_point and 2 <= dtype.itemsize <= 4 and self._row < self.block * dtype.itemsize
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """Encode a parcel, without a synchronization if it is on a device.
+
+        Args:
+            values: fp32, 1-D. They are multiplied by the power of two.
+            out: uint8, 1-D, of :meth:`nbytes`, starting on a 4-byte boundary.
+        """
+        blocks, rows = values.view(-1, self.block), self._rows(out, values.numel())
+        tail = out[-_TAIL : -_TAIL + 4].view(torch.float32)
+        largest = torch.maximum(values.amax(), -values.amin())
+        if not is_host(values.device):
+            largest = torch.where(largest.isfinite(), largest, _finite(values).abs().amax())
+            exponent = (self._exponent - torch.frexp(largest)[1]).clamp(-_MOST, _MOST)
+            by = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
+            values.mul_(by)
+            tail.copy_(1 / by)
+            self._encode_any(blocks, rows)
+            return
+        highest = float(largest)
+        is_odd = None if math.isfinite(highest) else ~blocks.isfinite().all(1)
+        if is_odd is not None:
+            highest = float(_finite(values).abs().amax())
+        factor = 2.0 ** max(-_MOST, min(_MOST, self._exponent - math.frexp(highest)[1])) if highest > 0 else 1.0
+        values.mul_(factor)
+        tail.fill_(1 / factor)
+        self._encode(blocks, rows)
+        if is_odd is not None:
+            odd = rows[is_odd]
+            self._encode_any(blocks[is_odd], odd)
+            rows[is_odd] = odd
+
+    def decode(self, encoded: torch.Tensor, numel: int) -> tuple[torch.Tensor, Factor]:
+        """The numbers of a parcel, fp32 and 1-D, and the power of two by which to multiply them."""
+        rows, by = self._rows(encoded, numel), encoded[-_TAIL : -_TAIL + 4].view(torch.float32)
+        if not is_host(encoded.device):
+            return self._decode_any(rows).view(-1), by
+        blocks, scales = self._decode(rows), self._scales(rows)[:, 0]
+        if float(scales.amin()) < 0:
+            is_odd = scales < 0
+            blocks[is_odd] = self._decode_any(rows[is_odd])
+        return blocks.view(-1), float(by)
+
+    def _rows(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
+        return encoded[: numel // self.block * self._row].view(-1, self._row)
+
+    def _bytes_of_block(self) -> int:
+        raise NotImplementedError
+
+    def _scales(self, rows: torch.Tensor) -> torch.Tensor:
+        """What stands behind the codes of each block, as a view of the parcel: first the scale."""
+        raise NotImplementedError
+
+    def _encode(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+        """Encode finite numbers on the CPU."""
+        self._encode_any(blocks, rows)
+
+    def _decode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Decode them."""
+        return self._decode_any(rows)
+
+    def _encode_any(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+        """Encode any numbers on any device."""
+        raise NotImplementedError
+
+    def _decode_any(self, rows: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class _Integers(Encoding):
+    """Levels at equal distances, from the lowest number of a block to the highest. In a block with infinities or NaN,
+    the codes 0 to 2 mean -inf, inf and NaN."""
+
+    _levels: int
+    _scale_dtype: torch.dtype
+    _kernel: str
+
+    def _scales(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[:, -2 * self._scale_dtype.itemsize :].view(self._scale_dtype)
+
+    def _codes(self, rows: torch.Tensor) -> torch.Tensor:
+        """The codes of blocks, one in a byte."""
+        raise NotImplementedError
+
+    def _set_codes(self, rows: torch.Tensor, codes: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def _encode(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+        rows.copy_(getattr(torch.ops.quantized, f"embedding_bag_{self._kernel}_prepack")(blocks))
+
+    def _decode(self, rows: torch.Tensor) -> torch.Tensor:
+        decoded: torch.Tensor = getattr(torch.ops.quantized, f"embedding_bag_{self._kernel}_unpack")(rows)
+        return decoded
+
+    def _encode_any(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+        finite = blocks.isfinite()
+        is_odd, scales = ~finite.all(1, keepdim=True), self._scales(rows)
+        scales[:, 1:] = _finite(blocks.where(finite, math.inf).amin(1, keepdim=True))
+        low = scales[:, 1:].float()
+        high = _finite(blocks.where(finite, -math.inf).amax(1, keepdim=True))
+        marks = torch.where(is_odd, _MARKS, 0)
+        scale = ((high - low) / (self._levels - marks)).to(self._scale_dtype)
+        scale = torch.where(scale > 0, scale, 1)
+        scales[:, :1] = torch.where(is_odd, -scale, scale)
+        codes = ((blocks - low) / scale.float()).round_() + marks
+        codes = codes.clamp_(marks, torch.full_like(codes, self._levels))
+        for code, mark in enumerate((blocks == -math.inf, blocks == math.inf, blocks.isnan())):
+            codes = torch.where(mark, code, codes)
+        self._set_codes(rows, codes.to(torch.uint8))
+
+    def _decode_any(self, rows: torch.Tensor) -> torch.Tensor:
+        codes, (scale, low) = self._codes(rows).float(), self._scales(rows).float().split(1, 1)
+        is_odd = scale < 0
+        blocks = torch.addcmul(low, codes - torch.where(is_odd, _MARKS, 0), scale.abs())
+        for code, value in enumerate((-math.inf, math.inf, math.nan)):
+            blocks = torch.where(is_odd & (codes == code), value, blocks)
+        return blocks
+
+
+class Int8(_Integers):
+    _levels, _scale_dtype, _kernel, _exponent = 255, torch.float32, "byte", 100
+
+    def _bytes_of_block(self) -> int:
+        return self.block + 8
+
+    def _codes(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[:, : self.block]
+
+    def _set_codes(self, rows: torch.Tensor, codes: torch.Tensor) -> None:
+        rows[:, : self.block] = codes
+
+
+class Int4(_Integers):
+    _levels, _scale_dtype, _kernel, _exponent = 15, torch.float16, "4bit", 14
+
+    def _bytes_of_block(self) -> int:
+        return self.block // 2 + 4
+
+    def _codes(self, rows: torch.Tensor) -> torch.Tensor:
+        pairs = rows[:, : self.block // 2]
+        return torch.stack((pairs & 15, pairs >> 4), 2).flatten(1)
+
+    def _set_codes(self, rows: torch.Tensor, codes: torch.Tensor) -> None:
+        rows[:, : self.block // 2] = codes[:, ::2] | codes[:, 1::2] << 4
+
+
+class Fp8(Encoding):
+    """Floating point with 3 bits of mantissa, or with 2 in blocks with infinities or NaN, which that format has."""
+
+    def _bytes_of_block(self) -> int:
+        return self.block + 4
+
+    def _scales(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[:, self.block :].view(torch.float32)
+
+    def _encode(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+        self._scales(rows).copy_(scale := self._scale(blocks, torch.float8_e4m3fn))
+        rows[:, : self.block] = (blocks / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def _scale(self, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The scale with which the largest number of a block becomes the largest of ``dtype``."""
+        largest = torch.maximum(blocks.amax(1, keepdim=True), -blocks.amin(1, keepdim=True))
+        return (largest / torch.finfo(dtype).max).clamp_min_(torch.finfo(torch.float32).tiny)
+
+    def _decode(self, rows: torch.Tensor) -> torch.Tensor:
+        # As fp16 the shifted bits are a number 256 times smaller: torch converts fp8 itself, but much more slowly.
+        bits = rows[:, : self.block].view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+        return bits.view(torch.float16).float().mul_(self._scales(rows) * 256)
+
+    def _encode_any(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+        finite, is_odd = _finite(blocks), ~blocks.isfinite().all(1, keepdim=True)
+        self._encode(finite, rows)
+        scale = self._scale(finite, torch.float8_e5m2)
+        codes = (blocks / scale).to(torch.float8_e5m2).view(torch.uint8)
+        rows[:, : self.block] = torch.where(is_odd, codes, rows[:, : self.block])
+        self._scales(rows).copy_(torch.where(is_odd, -scale, self._scales(rows)))
+
+    def _decode_any(self, rows: torch.Tensor) -> torch.Tensor:
+        scale, codes = self._scales(rows), rows[:, : self.block]
+        odd = codes.contiguous().view(torch.float8_e5m2).float() * -scale
+        return torch.where(scale < 0, odd, self._decode(rows))
+
+
+class Bf16(Encoding):
+    """The upper half of each number; infinities and NaN are numbers like others, and there are no scales."""
+
+    def _bytes_of_block(self) -> int:
+        return 2 * self.block
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        out[: 2 * values.numel()].view(torch.bfloat16).copy_(values)
+
+    def decode(self, encoded: torch.Tensor, numel: int) -> tuple[torch.Tensor, Factor]:
+        return encoded[: 2 * numel].view(torch.bfloat16).float(), 1.0
+
+
+def add_scaled(total: torch.Tensor, values: torch.Tensor, factor: Factor) -> None:
+    """Add decoded numbers to a sum."""
+    if isinstance(factor, torch.Tensor):
+        total.addcmul_(values, factor)
+    else:
+        total.add_(values, alpha=factor)
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    """The values, with zeros for infinities and NaN."""
+    return values.nan_to_num(0.0, 0.0, 0.0)
+
+
+_ENCODINGS: dict[EncodingName, type[Encoding]] = {"bf16": Bf16, "fp8": Fp8, "int8": Int8, "int4": Int4}
+
+
+@lru_cache(maxsize=64)
+def encoding(name: EncodingName, block: int) -> Encoding | None:
+    """The encoding of a name; ``None`` for "exact", which encodes nothing."""
+    return None if name == "exact" else _ENCODINGS[name](block)

@@ -1,0 +1,217 @@
+"""Routes whose messages are encoded, against whole tensors: what arrives is as close as the encoding promises."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fullshard.comm.collective import CollectiveTransport
+from fullshard.comm.encodings import Encoding, encoding
+from fullshard.comm.point_to_point import PointToPointTransport
+from fullshard.comm.transport import Feedback, Reduction, Transfer, Transport, Wire
+from fullshard.wire_policy import EncodingName
+from tests.comm.cases import (
+    EMPTY,
+    LARGE,
+    ODD,
+    ZERO_COPY,
+    Case,
+    LayoutName,
+    Section,
+    cut,
+    fill_fulls,
+    fill_shards,
+    group,
+    is_kept,
+    transfers_of,
+)
+from tests.comm.test_transport import mixed
+from tests.harness import World, ranks
+
+TRANSPORTS: dict[str, type[Transport]] = {"p2p": PointToPointTransport, "collective": CollectiveTransport}
+each_transport = pytest.mark.parametrize("transport_name", TRANSPORTS)
+each_layout = pytest.mark.parametrize("layout", ["even", "flat", "ragged"])
+each_encoding = pytest.mark.parametrize("name", ["bf16", "fp8", "int8", "int4"])
+#: The largest error of standard normal numbers, of which no block of these cases spans more than 11.
+ERRORS = {"bf16": 6 / 2**8, "fp8": 6 / 2**4, "int8": 11 / 255 / 2 + 1e-5, "int4": 11 / 15 / 2 + 6 / 2**10}
+
+
+def made(name: str, block: int = 128) -> Encoding:
+    found = encoding(name, block)  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def wire(name: str, transfers: list[Transfer], min_numel: int = 0) -> Wire:
+    """A wire with feedback that has lost nothing so far."""
+    lost = [torch.zeros(each.full.numel(), dtype=torch.bfloat16) for each in transfers]
+    return Wire(made(name), min_numel, Feedback(lost))
+
+
+@ranks(2, 3)
+@each_transport
+@each_layout
+@each_encoding
+def test_all_ranks_gather_the_same_close_values(
+    world: World, transport_name: str, layout: LayoutName, name: EncodingName
+) -> None:
+    case = Case(layout, mixed(LARGE, ZERO_COPY, ODD))
+    transfers = transfers_of(case, world.size)
+    fill_shards(case, transfers, world.rank)
+    route = TRANSPORTS[transport_name]().gather_route(transfers, group(), 0, wire(name, transfers))
+    for _ in range(2):  # in the memory of the first
+        for transfer in transfers:
+            transfer.full.fill_(math.nan)
+        route.start().finish()
+    everybody, own = case.values(0), case.values(world.rank)
+    for section, (plan, full, _) in enumerate(transfers):
+        for i, (param, offset) in enumerate(zip(plan.params, plan.full_offsets, strict=True)):
+            expected = own[section][i] if is_kept(plan, param) else everybody[section][i]
+            found = full[offset : offset + param.numel].view(param.shape)
+            error = 0.0 if is_kept(plan, param) or full.dtype == torch.float64 else ERRORS[name] + 0.02
+            assert not found.numel() or float((found - expected).abs().max()) <= error
+        found = torch.cat(
+            [
+                full[offset:][: param.numel]
+                for param, offset in zip(plan.params, plan.full_offsets, strict=True)
+                if not is_kept(plan, param)
+            ]
+        )
+        every = [torch.empty_like(found) for _ in range(world.size)]
+        torch.distributed.all_gather(every, found)
+        assert all(torch.equal(each, found) for each in every)
+
+
+@ranks(2, 3)
+@each_transport
+@each_layout
+@each_encoding
+def test_owners_get_sums_that_are_close_and_what_is_lost_comes_next(
+    world: World, transport_name: str, layout: LayoutName, name: EncodingName
+) -> None:
+    case = Case(layout, (Section(torch.float32, LARGE), Section(torch.float32, ZERO_COPY + ODD)))
+    transfers = transfers_of(case, world.size)
+    given = wire(name, transfers)
+    route = TRANSPORTS[transport_name]().reduce_route(transfers, group(), 1, given)
+    steps, found = 8, [torch.zeros_like(transfer.shard) for transfer in transfers]
+    for step in range(steps):
+        fill_fulls(case, transfers, world.rank)
+        for transfer in transfers:
+            transfer.shard.fill_(math.nan)
+        route.start([transfer.shard for transfer in transfers], Reduction(world.size)).finish()
+        for total, transfer in zip(found, transfers, strict=True):
+            total += transfer.shard
+        if step == 0:
+            first = [total.clone() for total in found]
+    for section, transfer in enumerate(transfers):
+        terms = zip(*(case.values(rank)[section] for rank in range(world.size)), strict=True)
+        means = [torch.stack([value.double() for value in values]).mean(0) for values in terms]
+        for start, expected in cut(transfer.plan, means, world.rank):
+            once = first[section][start : start + expected.numel()].double()
+            total = found[section][start : start + expected.numel()].double()
+            share = (world.size - 1) / world.size
+            if expected.numel():
+                assert float((once - expected).abs().max()) <= share * ERRORS[name] + 1e-5
+                # Errors do not add up: the sum of all steps is as close as one.
+                assert float((total - steps * expected).abs().max()) <= share * ERRORS[name] * 1.05 + 1e-4
+
+
+@ranks(2)
+@each_transport
+def test_small_parameters_and_other_dtypes_travel_as_they_are(world: World, transport_name: str) -> None:
+    case = Case("even", (Section(torch.float32, (*ODD, ((400, 100), 0))), Section(torch.float64, LARGE)))
+    transfers = transfers_of(case, world.size)
+    fill_shards(case, transfers, world.rank)
+    given = wire("int4", transfers, min_numel=16384)
+    TRANSPORTS[transport_name]().gather_route(transfers, group(), 0, given).start().finish()
+    everybody, own = case.values(0), case.values(world.rank)
+    for section, (plan, full, _) in enumerate(transfers):
+        for i, (param, offset) in enumerate(zip(plan.params, plan.full_offsets, strict=True)):
+            expected = own[section][i] if is_kept(plan, param) else everybody[section][i]
+            is_exact = torch.equal(full[offset : offset + param.numel].view(param.shape), expected)
+            assert is_exact == (param.shape != (400, 100))
+    fill_fulls(case, transfers, world.rank)
+    TRANSPORTS[transport_name]().reduce_route(transfers, group(), 1, given).start(
+        [transfer.shard for transfer in transfers], Reduction(2)
+    ).finish()
+    for section, transfer in enumerate(transfers):
+        means = [
+            (a.double() + b.double()) / 2 for a, b in zip(case.values(0)[section], case.values(1)[section], strict=True)
+        ]
+        for (start, expected), param in zip(cut(transfer.plan, means, world.rank), transfer.plan.params, strict=True):
+            found = transfer.shard[start : start + expected.numel()].double()
+            is_exact = torch.allclose(found, expected, atol=1e-6)
+            assert is_exact == (param.shape != (400, 100))
+
+
+@ranks(2)
+@each_transport
+@each_encoding
+def test_infinities_and_nan_arrive_and_are_not_kept(world: World, transport_name: str, name: EncodingName) -> None:
+    case = Case("even", (Section(torch.float32, (((512, 64), 0),)),))
+    transfers = transfers_of(case, 2)
+    given = wire(name, transfers)
+    route = TRANSPORTS[transport_name]().reduce_route(transfers, group(), 1, given)
+    shards = [transfer.shard for transfer in transfers]
+    fill_fulls(case, transfers, world.rank)
+    clean = transfers[0].full.clone()
+    odd = {5: math.inf, 300: -math.inf, 17_000: math.nan, 17_001: math.inf, 30_000: -math.inf}
+    if world.rank == 1:
+        for at, value in odd.items():
+            transfers[0].full[at] = value
+    route.start(shards, Reduction(2)).finish()
+    chunk = 512 * 64 // 2
+    for at, value in odd.items():
+        if at // chunk == world.rank:
+            found = float(shards[0][at % chunk])
+            assert math.isnan(found) if math.isnan(value) else found == value
+    mine = [at % chunk for at in odd if at // chunk == world.rank]
+    assert int((~shards[0].isfinite()).sum()) == len(mine)
+    transfers[0].full.copy_(clean)
+    route.start(shards, Reduction(2)).finish()
+    assert bool(shards[0].isfinite().all())
+    assert given.feedback is not None
+    assert all(bool(each.isfinite().all()) for each in given.feedback.lost)
+
+
+@ranks(2)
+@each_transport
+def test_what_a_checkpoint_brought_is_added_once(world: World, transport_name: str) -> None:
+    case = Case("even", (Section(torch.float32, (((512, 64), 0),)),))
+    transfers = transfers_of(case, 2)
+    given = wire("int8", transfers)
+    assert given.feedback is not None
+    chunk = 512 * 64 // 2
+    given.feedback.lost[0][world.rank * chunk :][:chunk] = 2.0
+    given.feedback.is_loaded = True
+    route = TRANSPORTS[transport_name]().reduce_route(transfers, group(), 1, given)
+    for expected in (2.0, 0.0):
+        transfers[0].full.zero_()
+        route.start([transfers[0].shard], Reduction(1)).finish()
+        assert torch.equal(transfers[0].shard, torch.full((chunk,), expected))
+
+
+@ranks(2)
+@each_transport
+def test_nothing_to_move_is_nothing_to_encode(world: World, transport_name: str) -> None:
+    case = Case("even", (Section(torch.float32, EMPTY),))
+    transfers = transfers_of(case, 2)
+    transport = TRANSPORTS[transport_name]()
+    transport.gather_route(transfers, group(), 0, wire("int8", transfers)).start().finish()
+    transport.reduce_route(transfers, group(), 1, wire("int8", transfers)).start([transfers[0].shard]).finish()
+
+
+@ranks(2)
+@each_transport
+@pytest.mark.parametrize(("name", "most"), [("bf16", 0.502), ("fp8", 0.26), ("int8", 0.267), ("int4", 0.134)])
+def test_a_route_knows_what_it_sends(world: World, transport_name: str, name: EncodingName, most: float) -> None:
+    case = Case("even", (Section(torch.float32, (((1024, 1024), 0), ((1024,), 0))),))
+    transfers = transfers_of(case, 2)
+    transport = TRANSPORTS[transport_name]()
+    for route in (
+        transport.gather_route(transfers, group(), 0, wire(name, transfers, 16384)),
+        transport.reduce_route(transfers, group(), 1, wire(name, transfers, 16384)),
+    ):
+        assert route.sent <= most * 2 * 1024 * 1024 + 4096
