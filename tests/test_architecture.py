@@ -16,7 +16,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 #: From the bottom to the top: a file may import what stands in its own row or in one above it.
 LAYERS = (
-    ("torch_private", "tree", "policies", "_renamed"),
+    ("torch_private", "tree", "policies", "wire_policy", "_renamed"),
     ("buffer.plan",),
     ("device",),
     ("buffer",),

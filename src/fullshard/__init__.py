@@ -33,6 +33,7 @@ from fullshard.policies import (
 from fullshard.schedule.handles import GradientReductionHandle, UnshardHandle
 from fullshard.skip_module import skip_module
 from fullshard.watch import watch as _watch  # noqa: F401
+from fullshard.wire_policy import WirePolicy
 from fullshard.wrapper.flat import FlatParameter
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
 from fullshard.wrapper.settings import (
@@ -96,6 +97,7 @@ __all__ = [
     "StateDictType",
     "Trace",
     "UnshardHandle",
+    "WirePolicy",
     "detect_nan",
     "doctor",
     "explain",

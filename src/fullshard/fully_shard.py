@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypedDict, Unpack, overload
 
 import torch
@@ -39,6 +40,7 @@ from fullshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, Offlo
 from fullshard.schedule.hooks import attach
 from fullshard.schedule.unit import Unit, unit_of
 from fullshard.torch_private import BatchNorm, replicated
+from fullshard.wire_policy import EXACT, WirePolicy
 from fullshard.wrap import repeated_blocks, targets
 
 #: Parameters, each with all its locations in modules.
@@ -63,6 +65,8 @@ class ShardOptions(TypedDict, total=False):
     dp_mesh_dims: DataParallelMeshDims | None
     zero_stage: int
     outer_zero_stage: int
+    wire_policy: WirePolicy
+    outer_wire_policy: WirePolicy
     auto_wrap_policy: Any
     check_values: bool
 
@@ -85,6 +89,8 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     zero_stage: int = 3,
     outer_zero_stage: int = 0,
+    wire_policy: WirePolicy = EXACT,
+    outer_wire_policy: WirePolicy = EXACT,
     auto_wrap_policy: Any = None,
     check_values: bool = False,
 ) -> Any:
@@ -124,6 +130,9 @@ def fully_shard(
             each, as of the optimizer state and the gradients; each shard is gathered over the replicas once for each
             optimizer step, and gradients are reduce-scattered over them in place of the all-reduce (the hybrid of
             Megatron-FSDP). Parameters are then DTensors on the mesh with its dims exchanged.
+        wire_policy: how what ranks send to those with which they shard is encoded, see :class:`WirePolicy`. Where ranks
+            share memory nothing is sent, and nothing encoded.
+        outer_wire_policy: the same between the replicas of a 2-D mesh, with ``outer_zero_stage=1``.
         auto_wrap_policy: chooses submodules to shard before ``module``, with the same options or those that it
             returns; see ``fullshard.wrap``. One call on the root is then enough.
         check_values: whether to compare the parameters' values between the ranks, in one pass over them. Ranks with
@@ -133,7 +142,8 @@ def fully_shard(
         ``module`` itself, whose class is now ``FSDP<Name>``, a subclass of :class:`FSDPModule` and of its former class.
 
     Raises:
-        ValueError: a stage that does not exist, or does not reshard as ``reshard_after_forward`` says; something that
+        ValueError: a stage that does not exist, or does not reshard as ``reshard_after_forward`` says; a wire policy
+            where nothing is gathered and scattered that it could encode; something that
             is not a module; a container without ``forward``; a module that PyTorch has sharded;
             a mesh, divisor or placement that does not fit; a lazy parameter that is not initialized; a DTensor on the
             same ranks; parameters that an outer module has taken, that share memory with other tensors, or that differ
@@ -155,6 +165,7 @@ def fully_shard(
     data = data_mesh(mesh, dims, shards=_stage(zero_stage, reshard_after_forward) > 0)
     if _shards_replicas(outer_zero_stage):
         data = shard_replicas(data)
+    _check_wires(wire_policy, outer_wire_policy, data)
     device = compute_device(mesh.device_type)
     torch_classes = replicated(modules)
     if auto_wrap_policy is not None:
@@ -182,13 +193,20 @@ def fully_shard(
         if check_values:
             verify_values(sharded, own_mesh)
         strategy = _strategy(zero_stage, after_forward, own_mesh)
-        add_group(unit, sharded, own_mesh, GroupOptions(mp_policy, offload_policy, *strategy))
+        _check_wires(wire_policy, outer_wire_policy, own_mesh)
+        options = GroupOptions(mp_policy, offload_policy, *strategy, wire_policy, outer_wire_policy)
+        add_group(unit, sharded, own_mesh, options)
     borrow(unit)
     attach(unit)
     for target in modules:
         cls: type = type(target)
         target.__class__ = sharded_class(cls)
     return module
+
+
+@cache
+def _tell_of_shared_memory() -> None:
+    _log.warning("wire_policy encodes nothing: these ranks share memory, so they send nothing to one another")
 
 
 fully_shard.state = unit_of  # type: ignore[attr-defined]
@@ -207,7 +225,12 @@ def add_group(
         param.overridden_dtype = options.mp_policy.overridden_dtype(param.sharded, param.name)
     options.mp_policy = replace(options.mp_policy, param_dtype_override_fn=None)
     WAITS.thread = threading.current_thread()
-    tag = verify_parameters(params, data, options.mp_policy)
+    policies_of_all = {
+        "mp_policy": options.mp_policy,
+        "wire_policy": options.wire,
+        "outer_wire_policy": options.outer_wire,
+    }
+    tag = verify_parameters(params, data, policies_of_all)
     process_group = data.shard_group or data.replicate_group
     assert process_group is not None
     offloads = isinstance(options.offload, policies.CPUOffloadPolicy) and options.offload.parameters
@@ -219,6 +242,8 @@ def add_group(
         )
     watch_steps()
     transport = select_transport(process_group, unit.device)
+    if transport.private is not transport and not options.wire.is_exact:
+        _tell_of_shared_memory()
     group = group_class(params, unit.modules, data, unit.device, options, transport, tag)
     unit.groups.append(group)
     register(group, [(index, param) for index, param in enumerate(originals) if owner_of(param) is None])
@@ -287,6 +312,22 @@ def _stage(stage: int, after_forward: bool | int | None) -> int:
             f"reshard_after_forward={after_forward!r} does not: leave out one of the two"
         )
     return stage
+
+
+def _check_wires(wire: WirePolicy, outer: WirePolicy, data: DataMesh) -> None:
+    """Raise an error unless there is something on the mesh that the wires encode."""
+    policies.expect(isinstance(wire, WirePolicy), "wire_policy", wire, "a WirePolicy")
+    policies.expect(isinstance(outer, WirePolicy), "outer_wire_policy", outer, "a WirePolicy")
+    if data.shard_group is None and not wire.is_exact:
+        raise ValueError(
+            f"wire_policy={wire} encodes gathers and reduce-scatters, but here whole gradients are all-reduced "
+            f"(zero_stage=0, or a mesh that only replicates): use zero_stage=1, which sends as many bytes"
+        )
+    if not data.shards_replicas and not outer.is_exact:
+        raise ValueError(
+            f"outer_wire_policy={outer} encodes what replicas gather and reduce-scatter, but here they have whole "
+            f"shards, or there are none: use outer_zero_stage=1 on a mesh with replicas"
+        )
 
 
 def _shards_replicas(outer_stage: int) -> bool:

@@ -478,6 +478,10 @@ def _use_custom(module: Any, method: str, comm: object, **transport: CollectiveT
     if not callable(comm) or not callable(getattr(comm, "allocate", None)):
         raise TypeError(f"{method} expects an object that can be called and that has allocate(), got {comm!r}")
     for group in sharded_unit(module).groups:
+        if not (group.options.wire.is_exact and group.options.outer_wire.is_exact):
+            raise ValueError(
+                f"{method} moves what {group.title} sends as it is, and a wire_policy encodes it: leave out one of them"
+            )
         group.use_transport(**transport)
         group.has_custom_communication = True
 

@@ -20,6 +20,7 @@ from fullshard.comm.local_ranks import PassBarrier
 from fullshard.device import Done, Pending
 
 Direction = Literal["gather", "reduce"]  # shards to all ranks, or the values of all ranks to shards
+DIRECTIONS: tuple[Direction, Direction] = ("gather", "reduce")
 
 
 class Transfer(NamedTuple):

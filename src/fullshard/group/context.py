@@ -16,7 +16,8 @@ import torch.nn as nn
 from fullshard.buffer.plan import Plan, balance, make_plan
 from fullshard.buffer.sections import Section
 from fullshard.buffer.slots import SlotPool
-from fullshard.comm.transport import Transport
+from fullshard.comm.encodings import encoding
+from fullshard.comm.transport import Direction, Transport, Wire
 from fullshard.device import is_host
 from fullshard.group.comm_context import CommContext
 from fullshard.group.mesh import DataMesh
@@ -24,6 +25,7 @@ from fullshard.group.parameter import ShardedParameter
 from fullshard.group.step import Step
 from fullshard.group.strategy import FULL_SHARD, Strategy
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.wire_policy import EXACT, WirePolicy
 
 
 @dataclass
@@ -34,6 +36,8 @@ class GroupOptions:
     offload: OffloadPolicy
     strategy: Strategy = FULL_SHARD
     post_forward_mesh: DataMesh | None = None  # over which parameters are sharded less
+    wire: WirePolicy = EXACT  # between the ranks that shard
+    outer_wire: WirePolicy = EXACT  # between replicas that shard
     keep_unsharded_storage: bool = False
     reduce_unused: bool = False
     divide_factor: float | None = None
@@ -132,6 +136,14 @@ class GroupContext:
         """The mixed precision of one parameter."""
         policy, dtype = self.options.mp_policy, param.overridden_dtype
         return policy if dtype is None else replace(policy, param_dtype=dtype)
+
+    def wire(self, direction: Direction, outer: bool = False) -> Wire | None:
+        """How messages between the ranks that shard, or the ``outer`` ones between replicas, are encoded. Where ranks
+        share memory they send nothing, and nothing is encoded."""
+        policy = self.options.outer_wire if outer else self.options.wire
+        found = encoding(policy.gather if direction == "gather" else policy.reduce, policy.block)
+        is_sent = outer or self.transport.private is self.transport
+        return Wire(found, policy.min_numel) if found is not None and is_sent else None
 
     @property
     def adds_whole(self) -> bool:

@@ -20,6 +20,7 @@ from fullshard.buffer.messages import zero_copy_in
 from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
+from fullshard.comm.transport import Feedback, Wire
 from fullshard.device import HoldingMark
 from fullshard.group.context import GroupContext
 from fullshard.group.full_buffer import FullBuffer
@@ -58,6 +59,7 @@ class Gradients:
         self._arrived: set[int] = set()
         self._shown_waiting: list[tuple[int, ShardedParameter, torch.Tensor, int]] = []  # what users see of them
         self._partial: dict[int, torch.Tensor] = {}
+        self._lost: WholeViews | None = None  # what encodings have lost, by parameter, to be added in the next step
         self._lay_out((False,) * len(group.params))  # what is trained is known when gradients come
 
     def attach(self, full: FullBuffer, module_params: ModuleParameters) -> None:
@@ -266,6 +268,9 @@ class Gradients:
         fulls = self._fulls = full_views(self._buffer.memory, self._sections, dtypes)
         make = MessageViews if any(section.plan.is_messages for section in self._sections) else WholeViews
         views = self._views = make(group.params, self._sections, fulls)
+        if self._lost is not None:
+            before = {index: self._lost.read(index).clone() for index in self._lost.dtypes.keys() & views.dtypes.keys()}
+            self._make_lost().write(before)
         self._plans: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
         self._gaps: list[torch.Tensor] = []  # parts that travel although no gradient fills them
         if group.is_flat:
@@ -335,6 +340,24 @@ class Gradients:
                 mark = lane.run(reducing.start, reducing.scattered)
         reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, zero_copy, self._buffer.give_back))
 
+    def _make_lost(self) -> WholeViews:
+        """Memory for what encodings lose of the gradients, laid out like these."""
+        lost = [torch.zeros_like(full, dtype=torch.bfloat16) for full in self._fulls]
+        self._lost = type(self._views)(self._group.params, self._sections, lost)
+        for index in self._views.kept:
+            self._lost.zero(index)
+        self._lost_fulls = dict(zip(map(id, self._fulls), lost, strict=True))
+        return self._lost
+
+    def _wire(self, parts: Sequence[Part], zero_copy: Sequence[int]) -> Wire | None:
+        """How the messages of a reduction are encoded."""
+        wire = self._group.wire("reduce")
+        if wire is None or not self._group.options.wire.error_feedback:
+            return wire
+        views = self._lost or self._make_lost()
+        lost = [self._lost_fulls[id(part.full)] for part in parts]
+        return wire._replace(feedback=Feedback([*lost, *map(views.zero_copy.__getitem__, zero_copy)]))
+
     def _plan_reduction(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
         """Make the plan of a reduction of these parameters. Usually every step has the same."""
         group, parts, own = self._group, list[Part](), list[Part]()
@@ -368,7 +391,8 @@ class Gradients:
         else:
             beside = zero_copy_in(part.plan for part in parts if part.plan.is_messages)
             zero_copy = [parts[each.section].indices[each.param] for each in beside]
-        made = self._plans[wanted, is_final] = ReductionPlan(parts, is_final, sums, packed, zero_copy)
+        wire = None if sums else self._wire(parts, zero_copy)
+        made = self._plans[wanted, is_final] = ReductionPlan(parts, is_final, sums, packed, zero_copy, wire)
         if own:
             plans, dtypes = [part.plan for part in parts], [part.full.dtype for part in parts]
             made.replica = ReplicaGradients(group, plans, [part.plan for part in own], dtypes)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fullshard.buffer.plan import Plan
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.all_reduce import sum_route
-from fullshard.comm.transport import Reduction, Route, StillRead, Transfer
+from fullshard.comm.transport import Reduction, Route, StillRead, Transfer, Wire
 from fullshard.comm.waits import waiting
 from fullshard.device import Done, HoldingMark, Pending, beside, copy_to_host, is_host
 from fullshard.group.comm_context import Reductions
@@ -64,6 +64,7 @@ class ReductionPlan:
     sums: bool  # whether the route includes the replicas, each of which has all of the parameters
     packed: Sequence[Part]  # the first of the parts: all but zero-copy gradients in which the replicas add up
     zero_copy: Sequence[int]  # parameters whose gradients are not in the buffer
+    wire: Wire | None  # how the reduce-scatter is encoded
     replica: ReplicaGradients | None = None  # where the parts' values are added up next, if replicas shard them
     replica_parts: Sequence[Part] = ()  # what comes of it
     route: Route | None = None  # once a reduction was started
@@ -99,10 +100,11 @@ class PendingReduction:
             transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, outputs, strict=False)]
             if plan.sums:
                 assert group.data.replicate_group is not None
-                over = group.data.replicate_group
-                plan.route = sum_route(group.reduce_transport, transfers, over, group.tag, group.device)
+                replicas = group.data.replicate_group
+                plan.route = sum_route(group.reduce_transport, transfers, replicas, group.tag, group.device)
             else:
-                plan.route = group.reduce_transport.reduce_route(transfers, group.reduce_process_group, group.tag)
+                over = group.reduce_process_group
+                plan.route = group.reduce_transport.reduce_route(transfers, over, group.tag, plan.wire)
         self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._zero_copy)
         if plan.sums:
             self._outputs = [*outputs, *self._zero_copy]

@@ -16,7 +16,7 @@ import torch
 from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import shard_bytes, shard_views, starts, views
 from fullshard.buffer.slots import SlotBuffer
-from fullshard.comm.transport import PLAIN_SUM, Route, Transfer
+from fullshard.comm.transport import PLAIN_SUM, Feedback, Route, Transfer
 from fullshard.device import Pending
 from fullshard.group.context import GroupContext
 
@@ -55,8 +55,8 @@ class ReplicaShard:
                 with torch.inference_mode(False):
                     self.views = shard_views(self._buffer.memory, group.sections, group.compute_dtypes)
                 transfers = map(Transfer, [each.plan for each in group.own_sections], self.views, parts)
-                over = group.data.replicate_group
-                self._route = group.transport.private.gather_route([*transfers], over, group.tag)
+                over, wire = group.data.replicate_group, group.wire("gather", outer=True)
+                self._route = group.transport.private.gather_route([*transfers], over, group.tag, wire)
             self._pending = self._route.start()
         except BaseException:
             self._buffer.give_back()
@@ -108,5 +108,10 @@ class ReplicaGradients:
         if self._route is None:
             transfers = map(Transfer, self.own, self._views, outputs)
             transport, over = self.group.reduce_transport.private, self.group.data.replicate_group
-            self._route = transport.reduce_route([*transfers], over, self.group.tag)
+            wire = self.group.wire("reduce", outer=True)
+            if wire is not None and self.group.options.outer_wire.error_feedback:
+                wire = wire._replace(
+                    feedback=Feedback([torch.zeros_like(v, dtype=torch.bfloat16) for v in self._views])
+                )
+            self._route = transport.reduce_route([*transfers], over, self.group.tag, wire)
         return self._route.start(outputs, PLAIN_SUM)

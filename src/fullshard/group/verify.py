@@ -22,13 +22,14 @@ from fullshard.torch_private import plain_parts
 _next_tag = 0
 
 
-def verify_parameters(params: Sequence[ShardedParameter], data: DataMesh, policy: object) -> int:
+def verify_parameters(params: Sequence[ShardedParameter], data: DataMesh, policies: Mapping[str, object]) -> int:
     """Compare the parameters with those of the other ranks, and return a tag that no earlier group of any of them has.
 
     The tag is the same on all ranks. They need not have made the same groups before: they may hold different stages of
     a pipeline. See :func:`compare`.
     """
-    described = [f"mp_policy={policy}", f"outer_zero_stage={int(data.shards_replicas)}"]
+    described = [f"{name}={policy}" for name, policy in policies.items()]
+    described += [f"outer_zero_stage={int(data.shards_replicas)}"]
     described += [f"FULLSHARD_TRANSPORT={os.environ.get('FULLSHARD_TRANSPORT', '')!r}"]
     described += [
         f"'{p.name}' of shape {tuple(p.shape)}, {p.dtype}, sharded along dim {p.dim}, {p.ragged or 'even'}, "

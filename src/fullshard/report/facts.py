@@ -18,7 +18,7 @@ from torch import nn
 from fullshard.buffer.messages import zero_copy_in
 from fullshard.buffer.sections import Section, full_bytes, full_starts, shard_bytes
 from fullshard.comm.select import choose_transport
-from fullshard.comm.transport import Route, Transfer
+from fullshard.comm.transport import DIRECTIONS, Route, Transfer, Wire
 from fullshard.device import META, is_host
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.param_group import ParamGroup
@@ -328,12 +328,14 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
     post_forward_mesh = None if keeps else group.options.post_forward_mesh
     small = [] if post_forward_mesh is None else [section.over(post_forward_mesh.shard_size) for section in sections]
     private, peers = group.transport.private, (data.shard_size - 1) * own
-    gather = ExchangeFacts() if shares else _exchange(private.gather_route, data.shard_group, sections, computed)
+    given = data.shard_group, group.wire("gather"), sections, computed
+    gather = ExchangeFacts() if shares else _exchange(private.gather_route, *given)
     trainable = [param.sharded.requires_grad for param in group.params]
     gradients, travelling = GradientDtypes(group).sections(trainable, group.keeps_whole)
     beside = zero_copy_in(section.plan for section in gradients if section.plan.is_messages)
     zero_copy = (each.numel * data.shard_size * travelling[each.section].itemsize for each in beside)
-    cuts_twice, over = data.shards_replicas, data.replicate_group
+    cuts_twice = data.shards_replicas
+    over, outer_wires = data.replicate_group if cuts_twice else None, [group.wire(d, True) for d in DIRECTIONS]
     kept_gradients = [each.inside(data.shard_rank, data.replicate_size) if cuts_twice else each for each in gradients]
     reads = group.adds_whole and group.reduce_transport.compares_reductions  # in shared memory
     made = (math.prod(p.shape) * group.compute_dtype(p).itemsize for p in group.params if p.sharded.requires_grad)
@@ -371,7 +373,7 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
         rested=shard_bytes(small, computed) if small else 0,
         gather=ExchangeFacts(gather.sent + peers, gather.staging),
         rest_gather=_exchange(
-            private.gather_route, post_forward_mesh.shard_group if post_forward_mesh else None, small, computed
+            private.gather_route, post_forward_mesh.shard_group if post_forward_mesh else None, None, small, computed
         ),
         reduction=_reduction(group, gradients, travelling),
         all_reduce_sent=0 if reads or cuts_twice else _all_reduced(group, gradients, travelling),
@@ -379,9 +381,9 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
         shards_replicas=cuts_twice,
         replica_shard=shard_bytes(sections, computed) if cuts_twice else 0,
         replica_gradients=shard_bytes(gradients, travelling) if cuts_twice else 0,
-        replica_gather=_exchange(private.gather_route, over if cuts_twice else None, group.own_sections, computed),
+        replica_gather=_exchange(private.gather_route, over, outer_wires[0], group.own_sections, computed),
         replica_reduction=_exchange(
-            group.reduce_transport.private.reduce_route, over if cuts_twice else None, kept_gradients, travelling
+            group.reduce_transport.private.reduce_route, over, outer_wires[1], kept_gradients, travelling
         ),
         gradient_buffers=group.gradient_buffers,
         communicates=not is_whole and data.shard_size > 1,
@@ -397,8 +399,9 @@ def _stride(over: dist.ProcessGroup | None) -> int:
 
 
 def _exchange(
-    make_route: Callable[[list[Transfer], dist.ProcessGroup, int], Route],
+    make_route: Callable[[list[Transfer], dist.ProcessGroup, int, Wire | None], Route],
     over: dist.ProcessGroup | None,
+    wire: Wire | None,
     sections: Sequence[Section],
     dtypes: Sequence[torch.dtype],
     shard_dtypes: Sequence[torch.dtype] = (),
@@ -413,7 +416,7 @@ def _exchange(
         torch.empty(p.shard_numel, dtype=d, device=META) for p, d in zip(plans, shard_dtypes or dtypes, strict=True)
     )
     transfers = list(map(Transfer, plans, fulls, shards))
-    route = make_route(transfers, over, 0)
+    route = make_route(transfers, over, 0, wire)
     return ExchangeFacts(route.sent, route.staging)
 
 
@@ -427,7 +430,7 @@ def _reduction(group: ParamGroup, sections: Sequence[Section], dtypes: Sequence[
         return ExchangeFacts(read=(over.size() - 1) * nbytes)
     is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
     shard_dtypes = [section.dtype for section in sections] if is_final else dtypes
-    return _exchange(transport.reduce_route, over, sections, dtypes, shard_dtypes)
+    return _exchange(transport.reduce_route, over, group.wire("reduce"), sections, dtypes, shard_dtypes)
 
 
 def _all_reduced(group: ParamGroup, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
