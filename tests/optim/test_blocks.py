@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ def build() -> nn.Sequential:
 def optimizer_of(name: str, params: list[nn.Parameter]) -> Any:
     if name == "Muon":
         return torch.optim.Muon([param for param in params if param.ndim == 2], lr=1e-2)
+    if name == "AdamW":
+        return torch.optim.AdamW(params, lr=1e-2)
     import torchao.optim
 
     return getattr(torchao.optim, name)(params, lr=1e-2)
@@ -123,3 +126,31 @@ def test_state_is_loaded_by_other_numbers_of_ranks(rank_pool: RankPool, tmp_path
     for size in (1, 2, 3):
         for found in run(rank_pool, save_and_load, size, tmp_path, name, True):
             assert all(map(torch.equal, found, expected)), size
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "Adam8bit"])
+def test_state_of_a_model_with_other_cuts_is_cut_again(world: World, name: str) -> None:
+    """The state dict of the optimizer is loaded as it is: the model that is sharded next begins with the next rank."""
+    if name == "Adam8bit":
+        pytest.importorskip("torchao")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **_: function)
+        trained: list[tuple[Any, Any]] = []
+        for seed in (0, 1):
+            model: Any = fully_shard(seeded(build, seed=seed), shard_placement_fn=placed(name))
+            trained.append((model, optimizer_of(name, list(model.parameters()))))
+            train(*trained[-1], [seed])
+        (model, optimizer), (other, its_optimizer) = trained
+        pairs = list(zip(model.parameters(), other.parameters(), strict=True))
+        assert any(one.placements != two.placements for one, two in pairs)
+        other.load_state_dict(model.state_dict())
+        if name == "Adam8bit":
+            its_optimizer.load_state_dict(optimizer.state_dict())
+            with pytest.raises(ValueError, match=r"'exp_avg.*shape \(128, 96\).*quantized.*fullshard.checkpoint"):
+                train(other, its_optimizer, [2])
+            return
+        its_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for each in trained:
+            train(*each, [2, 3])
+    assert all(torch.equal(one.full_tensor(), two.full_tensor()) for one, two in pairs)
