@@ -30,29 +30,29 @@ _TYPES = {
 }
 
 
-def _cloned(value: Any) -> Any:
+def cloned(value: Any) -> Any:
     """A state dict that shares nothing with the model."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value.detach().to(value.dtype, copy=True)  # quantized state has no clone()
     if isinstance(value, dict):
-        return type(value)((key, _cloned(each)) for key, each in value.items())
+        return type(value)((key, cloned(each)) for key, each in value.items())
     if isinstance(value, (list, tuple)):
-        return type(value)(_cloned(each) for each in value)
+        return type(value)(cloned(each) for each in value)
     return copy.deepcopy(value)
 
 
 def save(model: Any, optimizer: torch.optim.Optimizer, kind: str) -> Any:
     """The state of both."""
     if kind == "plain":
-        return _cloned(model.state_dict()), _cloned(optimizer.state_dict())
+        return cloned(model.state_dict()), cloned(optimizer.state_dict())
     if kind in _TYPES:
         with FullyShardedDataParallel.state_dict_type(model, _TYPES[kind]):
-            state = _cloned(model.state_dict())
+            state = cloned(model.state_dict())
             if kind == "local":
-                return state, _cloned(optimizer.state_dict())
-            return state, _cloned(FullyShardedDataParallel.optim_state_dict(model, optimizer))
+                return state, cloned(optimizer.state_dict())
+            return state, cloned(FullyShardedDataParallel.optim_state_dict(model, optimizer))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True) if kind == "dcp full" else None
-    return _cloned(get_state_dict(model, optimizer, options=options))
+    return cloned(get_state_dict(model, optimizer, options=options))
 
 
 def load(
