@@ -35,7 +35,8 @@ class Layout:
         self.units: list[Unit] = units_of(model, sharding)
         parameters = dict(model.named_parameters())
         self.orders = {name: _memory_order(parameter) for name, parameter in parameters.items()}
-        placements = {name: placement_of(parameter, sharding) for name, parameter in parameters.items()}
+        every = model.named_parameters(remove_duplicate=False)  # state dicts have all names of a tied parameter
+        placements = {name: placement_of(parameter, sharding) for name, parameter in every}
         self.ragged = {name: each for name, each in placements.items() if isinstance(each, Ragged)}
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.sections = [

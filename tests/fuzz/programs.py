@@ -161,6 +161,11 @@ class _Generator:
         actions = self.actions(model, sharding, may_freeze, optimizer)
         return Program(self.seed, world, transport, model, sharding, optimizer, actions)
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether optimizers may quantize state, which torchao does in fp64 on local tensors only, not on DTensors."""
+        return self.by_blocks == LOW_BIT != ()
+
     # -- the model ---------------------------------------------------------------------------------------------------
 
     def model(self, wraps: bool, may_freeze: bool, low: str) -> ModelSpec:
@@ -174,7 +179,7 @@ class _Generator:
         layers: list[Layer] = []
         for _ in range(self.random.randint(1, 4)):
             layers.append(self.layer(kinds, layers, may_freeze, 0))
-        if self.by_blocks == LOW_BIT != ():
+        if self.quantizes:
             layers.append(Layer("wide mlp"))  # what is smaller is not quantized
         embedding = self.chance(0.4)
         return ModelSpec(
@@ -240,7 +245,7 @@ class _Generator:
             by = "policy"
         groups = self.groups(model, wraps, by)
         resting: list[Any] = [2] if world == 4 and not mesh and not wraps else []
-        stage = 3 if wraps else self.choose({3: 6, 2: 1, 1: 2, 0: 2})
+        stage = 3 if wraps else self.choose({3: 6, 2: 1, 1: 2, 0: 0 if self.quantizes else 2})
         reshard = [None, None, None, True, True, False, *resting] if stage == 3 else [None, False]
         if by == "calls":
             groups = [replace(group, reshard=self.random.choice(reshard)) for group in groups]
