@@ -371,7 +371,10 @@ class _Generator:
         every = list(all_layers(model.layers))
         unique = all(layer.tie is None and layer.same is None and layer.kind != "listed" for layer in every)
         self.may_assign = unique and model.head != "tied"
-        self.may_broadcast = all(layer.same is None and layer.kind not in _NOT_BROADCAST for layer in every)
+        # Of quantized state nobody has a whole tensor.
+        self.may_broadcast = not self.quantizes and all(
+            layer.same is None and layer.kind not in _NOT_BROADCAST for layer in every
+        )
         self.is_once_differentiable = any(
             layer.kind in ("sdpa", "encoder") or layer.checkpoint.endswith(" reentrant")
             for layer in all_layers(model.layers)
