@@ -192,6 +192,12 @@ MUTATIONS = (
     ),
     Mutation(
         "group/reduction.py",
+        "int(output.storage_offset()) + offset for",
+        "offset for",
+        "tests/parity/test_outer_stage.py::test_micro_batches_of_parameters_of_two_dtypes",
+    ),
+    Mutation(
+        "group/reduction.py",
         "(index, local.clone()) for",
         "(index, local) for",
         "tests/parity/test_outer_stage.py::test_micro_batches",
