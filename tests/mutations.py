@@ -185,6 +185,18 @@ MUTATIONS = (
         "tests/group/test_replica.py::test_a_step_gathers_over_replicas_once_for_all_micro_batches",
     ),
     Mutation(
+        "group/full_buffer.py",
+        "self._give_staging_back()\n            self._stage()",
+        "self._stage()",
+        "tests/group/test_replica.py::test_a_group_that_was_gathered_ahead_and_not_used_is_gathered_again",
+    ),
+    Mutation(
+        "group/reduction.py",
+        "int(output.storage_offset()) + offset for",
+        "offset for",
+        "tests/parity/test_outer_stage.py::test_micro_batches_of_parameters_of_two_dtypes",
+    ),
+    Mutation(
         "group/reduction.py",
         "(index, local.clone()) for",
         "(index, local) for",
@@ -938,6 +950,31 @@ MUTATIONS = (
         "threads <= cores, text",
         "threads < cores, text",
         "tests/report/test_environment.py::test_ranks_may_have_as_many_threads_as_there_are_cores",
+    ),
+    # ragged layouts, and optimizers on them
+    Mutation(
+        "group/ragged.py",
+        "for spec in row if spec.ndim}) <= 1 for",
+        "for spec in row if spec.ndim}) == 1 for",
+        "tests/group/test_ragged.py::test_norms_and_clipping_are_those_of_the_whole",
+    ),
+    Mutation(
+        "group/parameter.py",
+        "count = max(1, self.shape[0] // rows)",
+        "count = -(-self.shape[0] // rows)",
+        "tests/optim/test_blocks.py::test_quantized_state_is_that_of_the_whole",
+    ),
+    Mutation(
+        "optim/local_step.py",
+        "return value.redistribute(placements=spec.placements)",
+        "return value",
+        "tests/optim/test_blocks.py::test_state_of_a_model_with_other_cuts_is_cut_again",
+    ),
+    Mutation(
+        "optim/steps.py",
+        " and not only_makes_state(optimizer, kwargs)",
+        "",
+        "tests/optim/test_steps.py::test_a_step_that_only_makes_state_to_save_is_not_counted",
     ),
     # what stands beside the engine
     Mutation(

@@ -208,6 +208,13 @@ def reorder(hook: RemovableHandle, last: bool) -> None:
     hooks.move_to_end(hook.id, last)
 
 
+def only_makes_state(optimizer: torch.optim.Optimizer, arguments: dict[str, Any]) -> bool:
+    """Whether a step with these keyword arguments is that of torch's functions for state dicts, at a learning rate of
+    0: it gives state to an optimizer without any, which only some ranks may have."""
+    is_torchs = "closure" in arguments and arguments["closure"] is None
+    return is_torchs and not any(float(group.get("lr", 0)) for group in optimizer.param_groups)
+
+
 #: One mesh of several that come from one root mesh: data parallel beside tensor parallel.
 concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
 #: Several dims of a mesh as one, with a name.

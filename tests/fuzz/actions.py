@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 import fullshard
 from tests.fuzz import sharding
+from tests.fuzz.checkpoints import cloned
 from tests.fuzz.layout import local, shown_parameters
 from tests.fuzz.models import Control
 from tests.fuzz.sharding import plain_name
@@ -97,6 +98,7 @@ class Train(Action):
             clipped = run.model.clip_grad_norm_(self.clip) if wraps else run.clip_grad_norm(self.clip)
             run.compare("norm", [clipped.to(norm.dtype)], [norm])
         if self.step:
+            run.round_gradients()
             run.reference.optimizer.step()
             run.optimizer.step()
             if self.zero != "keep":
@@ -418,7 +420,7 @@ class Copy(Action):
         run.settle()
         original = run.model
         before = {name: parameter.detach().clone() for name, parameter in run.reference.master.named_parameters()}
-        state = copy.deepcopy(run.optimizer.state_dict())
+        state = cloned(run.optimizer.state_dict())
         run.model = copy.deepcopy(original)
         run.new_optimizers(run.optimizer_kind, keep=True)
         run.optimizer.load_state_dict(state)
@@ -506,7 +508,7 @@ class Rewind(Action):
         master, optimizer = run.reference.master, run.reference.optimizer
         state = {name: value.clone() for name, value in master.state_dict().items()}
         buffers = [{name: buffer.clone() for name, buffer in worker.named_buffers()} for worker in run.reference.copies]
-        optimizer_state = copy.deepcopy(optimizer.state_dict())
+        optimizer_state = cloned(optimizer.state_dict())
         Train().apply(run)
         master.load_state_dict(state)
         for worker, values in zip(run.reference.copies, buffers, strict=True):

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fullshard import FullyShardedDataParallel, StateDictType
+from tests.fuzz.sharding import plain_name
 
 COMPOSABLE = ("plain", "dcp", "dcp full")
 WRAPPED = ("full", "sharded", "local", "dcp", "dcp full")
@@ -29,29 +30,29 @@ _TYPES = {
 }
 
 
-def _cloned(value: Any) -> Any:
+def cloned(value: Any) -> Any:
     """A state dict that shares nothing with the model."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value.detach().to(value.dtype, copy=True)  # quantized state has no clone()
     if isinstance(value, dict):
-        return type(value)((key, _cloned(each)) for key, each in value.items())
+        return type(value)((key, cloned(each)) for key, each in value.items())
     if isinstance(value, (list, tuple)):
-        return type(value)(_cloned(each) for each in value)
+        return type(value)(cloned(each) for each in value)
     return copy.deepcopy(value)
 
 
 def save(model: Any, optimizer: torch.optim.Optimizer, kind: str) -> Any:
     """The state of both."""
     if kind == "plain":
-        return _cloned(model.state_dict()), _cloned(optimizer.state_dict())
+        return cloned(model.state_dict()), cloned(optimizer.state_dict())
     if kind in _TYPES:
         with FullyShardedDataParallel.state_dict_type(model, _TYPES[kind]):
-            state = _cloned(model.state_dict())
+            state = cloned(model.state_dict())
             if kind == "local":
-                return state, _cloned(optimizer.state_dict())
-            return state, _cloned(FullyShardedDataParallel.optim_state_dict(model, optimizer))
+                return state, cloned(optimizer.state_dict())
+            return state, cloned(FullyShardedDataParallel.optim_state_dict(model, optimizer))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True) if kind == "dcp full" else None
-    return _cloned(get_state_dict(model, optimizer, options=options))
+    return cloned(get_state_dict(model, optimizer, options=options))
 
 
 def load(
@@ -90,9 +91,12 @@ def load(
 def _refuse_missing(model: nn.Module, model_state: Any, optimizer_state: Any) -> None:
     """Raise on every rank where torch's function would raise on rank 0 alone, which has the states, and let the others
     wait for what it does not send."""
-    names = [name.replace("_fsdp_wrapped_module.", "") for name, each in model.named_parameters() if each.requires_grad]
     states = optimizer_state.get("state", {})
-    told = [[name for name in names if name in model_state and name not in states] if states else []]
+    every: dict[nn.Parameter, list[str]] = {}  # a tied parameter has one state, under any of its names
+    for name, each in model.named_parameters(remove_duplicate=False):
+        every.setdefault(each, []).append(plain_name(name))
+    trained = [names for each, names in every.items() if each.requires_grad and names[0] in model_state]
+    told = [[names[0] for names in trained if states and states.keys().isdisjoint(names)]]
     dist.broadcast_object_list(told, src=0)
     if told[0]:
         raise RuntimeError(f"{told[0]}: requires gradients but has no saved optimizer state")

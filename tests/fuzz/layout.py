@@ -1,7 +1,8 @@
 """What each rank should hold of a sharded model, worked out from torch's definitions.
 
-That is `torch.chunk` for `Shard`, and torch's cut of flat parameters for the wrapper. Nothing here communicates, and
-nothing asks the library: each rank compares its own part, and all of them together compare everything.
+That is `torch.chunk` for `Shard`, and torch's cut of flat parameters for the wrapper. Nothing here communicates: each
+rank compares its own part, and all of them together compare everything. Nothing asks the library but for the cuts of
+ragged parameters, which are checked.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.fuzz.sharding import Sharding, Unit, dtype_of, plain_name, units_of
+from fullshard import Ragged
+from fullshard.group.ragged import RaggedShard
+from tests.fuzz.sharding import Sharding, Unit, dtype_of, placement_of, plain_name, units_of
 
 Values = Mapping[str, Tensor | None]
 
@@ -32,6 +35,9 @@ class Layout:
         self.units: list[Unit] = units_of(model, sharding)
         parameters = dict(model.named_parameters())
         self.orders = {name: _memory_order(parameter) for name, parameter in parameters.items()}
+        every = model.named_parameters(remove_duplicate=False)  # state dicts have all names of a tied parameter
+        placements = {name: placement_of(parameter, sharding) for name, parameter in every}
+        self.ragged = {name: each for name, each in placements.items() if isinstance(each, Ragged)}
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.sections = [
             (unit, tuple(name for name in unit.names if parameters[name].dtype == dtype))
@@ -71,7 +77,7 @@ class Layout:
             elif (value := whole[name]) is None:
                 yield name, None
             elif isinstance(parameter, DTensor):
-                yield name, chunk_of(value, parameter)
+                yield name, chunk_of(value, parameter, self.ragged.get(name))
             elif parameter.shape == value.shape:
                 yield name, value
             else:
@@ -133,14 +139,29 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def chunk_of(whole: Tensor, like: DTensor) -> Tensor:
+def chunk_of(whole: Tensor, like: DTensor, ragged: Ragged | None) -> Tensor:
     """The part of a whole tensor that this rank has of a DTensor."""
     for dim, placement in enumerate(like.placements):
         if isinstance(placement, Shard):
             count, index = like.device_mesh.size(dim), like.device_mesh.get_local_rank(dim)
+            if ragged is not None:
+                start, stop = _cuts_of(placement, whole, ragged)[index : index + 2]
+                whole = whole.narrow(0, start, stop - start)
+                continue
             chunks = whole.chunk(count, placement.dim)
             whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
     return whole
+
+
+def _cuts_of(placement: Shard, whole: Tensor, ragged: Ragged) -> tuple[int, ...]:
+    """Where a ragged DTensor says that it is cut, which must be between blocks."""
+    assert isinstance(placement, RaggedShard), f"{placement} is not ragged"
+    rows, numel = whole.shape[0], math.prod(whole.shape[1:])
+    every = ragged.block or numel * (ragged.rows or (ragged.tile[0] if ragged.tile else max(1, rows)))
+    assert list(placement.cuts) == sorted(placement.cuts), placement
+    assert (placement.cuts[0], placement.cuts[-1]) == (0, rows), placement
+    assert all(cut * numel % every == 0 for cut in placement.cuts if cut < rows), f"{placement} cuts blocks of {ragged}"
+    return placement.cuts
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:

@@ -153,6 +153,7 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "linear": lambda width: nn.Linear(width, width),
     "linear without bias": lambda width: nn.Linear(width, width, bias=False),
     "mlp": lambda width: MLP(width, 7),
+    "wide mlp": lambda width: MLP(width, 4224),  # of several blocks that are quantized, and a remainder
     "thin mlp": lambda width: MLP(width, 1),
     "sequence": lambda width: nn.Sequential(nn.Linear(width, 5), nn.Tanh(), nn.Linear(5, width)),
     "dropout": lambda width: nn.Sequential(nn.Linear(width, width), nn.Dropout(0.3)),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fullshard import Ragged
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.comm.transport import Reduction
 from fullshard.device import PASSED, Done
@@ -19,6 +20,7 @@ from fullshard.group.full_buffer import GatheredBuffer, State
 from fullshard.group.gradients import Gradients
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.reduction import PendingReduction
+from fullshard.group.replica import ReplicaShard
 from fullshard.group.shard import SharedChunks
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -100,6 +102,16 @@ def _lasting_writes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedBuffer, "discard_writes", lambda self: None)
 
 
+def _cut_blocks(patch: pytest.MonkeyPatch) -> None:
+    """Ragged parameters are cut between any rows."""
+    patch.setattr(Ragged, "block_rows", lambda self, shape, name: 1)
+
+
+def _old_replica_shard(patch: pytest.MonkeyPatch) -> None:
+    """What was gathered over the replicas is used again, whatever an optimizer has written since."""
+    patch.setattr(ReplicaShard, "has", lambda self, values: self._values is not None)
+
+
 PLANTS: dict[str, Plant] = {
     "forgotten wait": _forgotten_wait,
     "stale slot": _stale_slot,
@@ -111,6 +123,8 @@ PLANTS: dict[str, Plant] = {
     "gradients of the unused": _gradients_of_the_unused,
     "lost partial sums": _lost_partial_sums,
     "lasting writes": _lasting_writes,
+    "cut blocks": _cut_blocks,
+    "old replica shard": _old_replica_shard,
 }
 
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from fullshard import Ragged
 from fullshard.wrap import repeated_blocks
 from tests.fuzz import actions as do
 from tests.fuzz.checkpoints import COMPOSABLE, WRAPPED
 from tests.fuzz.models import CHECKPOINTS, KINDS, PACKS, Cell, Layer, ModelSpec, build
 from tests.fuzz.sharding import GroupSpec, Sharding
-from tests.fuzz.steps import OPTIMIZERS, PATTERNS
+from tests.fuzz.steps import ELEMENTWISE, LOW_BIT, PATTERNS
 
 Weights = dict[Any, float]
 _TIED = ("linear", "linear without bias", "dropout", "written")
@@ -27,6 +28,16 @@ _NOT_BROADCAST = ("orthogonal",)  # torch's broadcast of a state dict turns buff
 _NOT_FLAT = ("two dtypes", "complex")  # the wrapper takes floating-point parameters only, as torch's
 _MIXED = (*_NOT_FLAT, "two precisions")
 _IN_FULL_PRECISION = (*_MIXED, "batch norm", "instance norm", "orthogonal", "spectral norm", "weight norm")
+_RAGGED: Weights = {
+    Ragged(): 2,
+    Ragged(rows=2): 1,
+    Ragged(rows=3): 1,
+    Ragged(block=6): 1,
+    Ragged(tile=(2, 3)): 1,
+    Ragged(block=4096): 2,
+}
+#: The optimizers that need these layouts, which may begin with them.
+_BY_BLOCKS: dict[Ragged | None, tuple[str, ...]] = {Ragged(): ("muon",), Ragged(block=4096): LOW_BIT}
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ def _short(value: Any) -> str:
 
 def read(text: str) -> Program:
     """The program of a text."""
-    names = {kind.__name__: kind for kind in (Program, ModelSpec, Layer, Sharding, GroupSpec)}
+    names = {kind.__name__: kind for kind in (Program, ModelSpec, Layer, Sharding, GroupSpec, Ragged)}
     program = eval(text, {**names, **do.ACTIONS})
     assert isinstance(program, Program)
     return program
@@ -124,6 +135,7 @@ class _Generator:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.random = random.Random(seed)
+        self.by_blocks: tuple[str, ...] = ()  # the optimizers for which a layout is made
 
     def choose(self, weights: Weights) -> Any:
         return self.random.choices(list(weights), list(weights.values()))[0]
@@ -138,14 +150,21 @@ class _Generator:
         original = wraps and self.chance(0.6)
         low = self.choose({"": 8, "float32": 1, "bfloat16": 1})
         may_freeze = not wraps or original
+        ragged = self.choose(_RAGGED) if not wraps and self.chance(0.4) else None
+        self.by_blocks = _BY_BLOCKS.get(ragged, ()) if not low and self.chance(0.8) else ()
         model = self.model(wraps, may_freeze, low)
-        sharding = self.sharding(model, world, wraps, original, low)
-        self.optimizers = list(OPTIMIZERS)
+        sharding = self.sharding(model, world, wraps, original, low, ragged)
+        self.optimizers = [*ELEMENTWISE, *self.by_blocks]
         if "complex" in kinds_of(model.layers):  # which fused steps do not take
             self.optimizers.remove("fused adamw")
-        optimizer = self.random.choice(self.optimizers)
+        optimizer = self.random.choice(self.by_blocks if self.by_blocks and self.chance(0.7) else self.optimizers)
         actions = self.actions(model, sharding, may_freeze, optimizer)
         return Program(self.seed, world, transport, model, sharding, optimizer, actions)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether optimizers may quantize state, which torchao does in fp64 on local tensors only, not on DTensors."""
+        return self.by_blocks == LOW_BIT != ()
 
     # -- the model ---------------------------------------------------------------------------------------------------
 
@@ -155,15 +174,19 @@ class _Generator:
             kinds = [kind for kind in kinds if kind not in _IN_FULL_PRECISION]
         if wraps:
             kinds = [kind for kind in kinds if kind not in _NOT_FLAT]
+        if self.by_blocks:
+            kinds = [kind for kind in kinds if kind not in _MIXED]
         layers: list[Layer] = []
         for _ in range(self.random.randint(1, 4)):
             layers.append(self.layer(kinds, layers, may_freeze, 0))
+        if self.quantizes:
+            layers.append(Layer("wide mlp"))  # what is smaller is not quantized
         embedding = self.chance(0.4)
         return ModelSpec(
             seed=self.seed % 1000,
             width=self.random.choice([4, 6]),
             layers=tuple(layers),
-            dtype="float32" if low == "bfloat16" or (not low and self.chance(0.1)) else "float64",
+            dtype="float32" if low == "bfloat16" or not (low or self.by_blocks or self.chance(0.9)) else "float64",
             embedding=embedding,
             head=self.choose({"none": 5, "plain": 2, "tied": 3 if embedding else 0}),
             pack=self.choose({"tensor": 5, "tuple": 1, "dict": 1, "dataclass": 1, "list": 0.5, "namedtuple": 0.5}),
@@ -208,9 +231,11 @@ class _Generator:
 
     # -- sharding ----------------------------------------------------------------------------------------------------
 
-    def sharding(self, model: ModelSpec, world: int, wraps: bool, original: bool, low: str) -> Sharding:
+    def sharding(
+        self, model: ModelSpec, world: int, wraps: bool, original: bool, low: str, ragged: Ragged | None = None
+    ) -> Sharding:
         mesh: tuple[int, ...] = ()
-        if world > 1 and self.chance(0.25):
+        if world > 1 and self.chance(0.3):
             mesh = self.random.choice([(1, world), (world, 1), *([(2, 2)] * 3 if world == 4 else [])])
         strategy = self.choose({"FULL_SHARD": 5, "SHARD_GRAD_OP": 3, "NO_SHARD": 1.5})
         if wraps and mesh:
@@ -220,7 +245,7 @@ class _Generator:
             by = "policy"
         groups = self.groups(model, wraps, by)
         resting: list[Any] = [2] if world == 4 and not mesh and not wraps else []
-        stage = 3 if wraps else self.choose({3: 6, 2: 1, 1: 2, 0: 2})
+        stage = 3 if wraps else self.choose({3: 6, 2: 1, 1: 2, 0: 0 if self.quantizes else 2})
         reshard = [None, None, None, True, True, False, *resting] if stage == 3 else [None, False]
         if by == "calls":
             groups = [replace(group, reshard=self.random.choice(reshard)) for group in groups]
@@ -235,7 +260,7 @@ class _Generator:
             groups=tuple(groups),
             by=by,
             mesh=mesh,
-            cut="first" if wraps else self.choose({"first": 6, "last": 1, "largest": 1, "mixed": 1}),
+            cut="first" if wraps or self.by_blocks else self.choose({"first": 6, "last": 1, "largest": 1, "mixed": 1}),
             param_dtype=low,
             reduce_dtype=self.random.choice(reduce),
             output_dtype="float32" if output else "",
@@ -244,6 +269,8 @@ class _Generator:
             offload=self.chance(0.1),
             original=original,
             stage=stage,
+            outer=int(bool(mesh) and not wraps and stage > 0 and ragged is None and self.chance(0.5)),
+            ragged=ragged,
             strategy=strategy if wraps else "FULL_SHARD",
             settings=() if wraps else self.settings(model),
             options=self.options() if wraps else (),
@@ -344,7 +371,10 @@ class _Generator:
         every = list(all_layers(model.layers))
         unique = all(layer.tie is None and layer.same is None and layer.kind != "listed" for layer in every)
         self.may_assign = unique and model.head != "tied"
-        self.may_broadcast = all(layer.same is None and layer.kind not in _NOT_BROADCAST for layer in every)
+        # Of quantized state nobody has a whole tensor.
+        self.may_broadcast = not self.quantizes and all(
+            layer.same is None and layer.kind not in _NOT_BROADCAST for layer in every
+        )
         self.is_once_differentiable = any(
             layer.kind in ("sdpa", "encoder") or layer.checkpoint.endswith(" reentrant")
             for layer in all_layers(model.layers)
@@ -461,10 +491,10 @@ class _Generator:
             sync=sync,
             between=between,
             edit=edit,
-            clip=0.05 if self.chance(0.15) else 0.0,
+            clip=0.05 if not self.by_blocks and self.chance(0.15) else 0.0,  # norms are fp32
             step=self.chance(0.9),
             zero=self.choose({"none": 7, "zeros": 2, "keep": 1}),
-            autocast=self.chance(0.02),
+            autocast=not self.by_blocks and self.chance(0.02),
         )
 
 

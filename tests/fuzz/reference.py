@@ -40,7 +40,7 @@ class Reference:
         self.divisor = float(size)
         self.fills_units = sharding.wraps or ("set_reduce_scatter_unused_params", True) in sharding.settings
         self.copies = [self._worker() for _ in range(size)]
-        self.optimizer: torch.optim.Optimizer
+        self.optimizer: Any
 
     @property
     def mine(self) -> nn.Module:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tests.fuzz.actions import Resume, SwapOptimizer
 from tests.fuzz.programs import Program, all_layers
+from tests.fuzz.steps import LOW_BIT
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,12 @@ def _has_parameters_without_gradients(program: Program) -> bool:
     return any(layer.checkpoint.endswith(" reentrant") for layer in all_layers(program.model.layers))
 
 
+def _resumes_quantized_state(program: Program) -> bool:
+    """A model that is sharded later may be cut between other blocks: its ranks take turns to begin."""
+    kinds = {program.optimizer, *(each.kind for each in program.actions if isinstance(each, SwapOptimizer))}
+    return bool(kinds.intersection(LOW_BIT)) and any(isinstance(action, Resume) for action in program.actions)
+
+
 REFUSALS = (
     Refusal("optimizer without state", "Expected device to be set", _broadcasts_no_state),
     Refusal("plain object", "ended without having begun", _hands_on_plain_objects),
@@ -43,6 +51,7 @@ REFUSALS = (
     Refusal("plain object", "A different number of tensors was saved", _hands_on_plain_objects),
     Refusal("plain object", "was computed while its group was", _hands_on_plain_objects),
     Refusal("no gradient", "requires gradients but has no saved optimizer state", _has_parameters_without_gradients),
+    Refusal("quantized state", "It is quantized and cannot be cut again", _resumes_quantized_state),
 )
 
 

@@ -6,12 +6,12 @@ can be told from it by its place.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 import fullshard
 from fullshard.buffer import plan
 from tests.fuzz.actions import EndOfProgram, Evaluate
-from tests.fuzz.checkpoints import load, save
+from tests.fuzz.checkpoints import cloned, load, save
 from tests.fuzz.layout import Layout, local, shown_parameters
 from tests.fuzz.models import build
 from tests.fuzz.programs import Program
 from tests.fuzz.reference import Reference
 from tests.fuzz.sharding import dtype_of, mesh_of, plain_name, shard
-from tests.fuzz.steps import OPTIMIZERS, Batch, make_batch
+from tests.fuzz.steps import BY_BLOCKS, OPTIMIZERS, Batch, make_batch, round_gradient
 from tests.harness import World
 from tests.harness.faults import Fault
 
@@ -40,14 +40,16 @@ class InvalidProgram(Exception):
 
 @contextmanager
 def surroundings(program: Program) -> Iterator[None]:
-    """The environment of a program, as a context: its transport, and from which size on a gradient is large."""
+    """The environment of a program, as a context: its transport, from which size on a gradient is large, and that
+    optimizers do not compile their steps, which takes long, for the same values."""
     before, least = os.environ.get("FULLSHARD_TRANSPORT"), plan.LEAST_ZERO_COPY
     if program.transport:
         os.environ["FULLSHARD_TRANSPORT"] = program.transport
     plan.LEAST_ZERO_COPY = 8 if program.seed % 2 else least  # models are small: nothing would be
     plan._make_plan.cache_clear()
     try:
-        yield
+        with patch.object(torch, "compile", lambda function, **_: function):
+            yield
     finally:
         plan.LEAST_ZERO_COPY = least
         plan._make_plan.cache_clear()
@@ -78,7 +80,7 @@ class Run:
         self._sharded: dict[str, Any] = {}
         self.model: Any = shard(build(program.model), program.sharding, world.size)
         self.is_unsettled = False  # whether a wrapper may show whole parameters: no backward has ended the last step
-        self.optimizer: torch.optim.Optimizer
+        self.optimizer: Any
         self.optimizer_kind = program.optimizer
         self.new_optimizers(program.optimizer)
 
@@ -147,6 +149,13 @@ class Run:
         norm = nn.utils.clip_grad_norm_(self.shown().values(), most)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
+    def round_gradients(self) -> None:
+        """Round all gradients, if the optimizer magnifies their last digits."""
+        if self.optimizer_kind in BY_BLOCKS:
+            for parameter in (*self.reference.master.parameters(), *self.shown().values()):
+                if parameter.grad is not None:
+                    round_gradient(local(parameter.grad))
+
     def new_optimizers(self, kind: str, keep: bool = False) -> None:
         """An optimizer for the sharded model, and one for the reference unless it is to `keep` its own."""
         self.settle()
@@ -158,7 +167,7 @@ class Run:
     def reload_reference(self) -> None:
         """Save and load the state of the reference's optimizer, which may change dtypes of scalars."""
         optimizer = self.reference.optimizer
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.load_state_dict(cloned(optimizer.state_dict()))
 
     def start_anew(self) -> None:
         """A new model with other values, and a new optimizer for it."""

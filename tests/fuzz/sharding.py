@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fullshard
+from fullshard import Ragged
 from fullshard.wrap import ModuleWrapPolicy, repeated_blocks
 from tests.fuzz.models import Cell
 
@@ -33,8 +34,10 @@ class Sharding:
 
     `by` is how the groups are told: one by one (`calls`), by a policy of all cells (`policy`), or `blocks`
     (`fully_shard_blocks`). `mesh` is the shape of a hybrid mesh, (replicate, shard), or none for the default. `cut` is
-    the dim along which parameters are cut. `settings` are setters with their arguments, called on every sharded module.
-    With `override` scalars are computed with in their own dtype. `options` are more arguments of the wrapper.
+    the dim along which parameters are cut; with `ragged` all that have such blocks are cut between these, or with
+    `mixed` some of them. `outer` is `outer_zero_stage`. `settings` are setters with their arguments, called on every
+    sharded module. With `override` scalars are computed with in their own dtype. `options` are more arguments of the
+    wrapper.
     """
 
     api: str
@@ -50,6 +53,8 @@ class Sharding:
     offload: bool = False
     original: bool = True
     stage: int = 3
+    outer: int = 0
+    ragged: Ragged | None = None
     strategy: str = "FULL_SHARD"
     settings: tuple[tuple[str, Any], ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
@@ -136,9 +141,10 @@ def _fully_shard(model: Any, sharding: Sharding, size: int) -> Any:
             param_dtype_override_fn=own_dtype_of_scalars if sharding.override else None,
         ),
         "zero_stage": sharding.stage,
+        "outer_zero_stage": sharding.outer,
         "shard_placement_fn": None
-        if sharding.cut == "first"
-        else lambda parameter: _placement(parameter, sharding.cut),
+        if sharding.cut == "first" and sharding.ragged is None
+        else lambda parameter: placement_of(parameter, sharding),
     }
     if sharding.offload:
         options["offload_policy"] = fullshard.CPUOffloadPolicy(pin_memory=False)
@@ -160,8 +166,14 @@ def own_dtype_of_scalars(parameter: nn.Parameter) -> torch.dtype | None:
     return parameter.dtype if parameter.ndim == 0 else None
 
 
-def _placement(parameter: nn.Parameter, cut: str) -> Shard | None:
+def placement_of(parameter: nn.Parameter, sharding: Sharding) -> Shard | Ragged | None:
+    """How a parameter of the plain model is cut."""
+    ragged, cut = sharding.ragged, sharding.cut
     if parameter.ndim == 0:
+        return None
+    if ragged is not None and parameter.ndim > (ragged.tile is not None) and (cut != "mixed" or parameter.numel() % 4):
+        return ragged
+    if cut == "first":
         return None
     dims = {
         "last": parameter.ndim - 1,

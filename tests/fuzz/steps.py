@@ -6,13 +6,14 @@ the reference. It returns what is to be compared beside gradients: losses, and g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.fuzz.layers import VOCABULARY
 from tests.fuzz.models import LENGTH, NO_FAULT, Control, ModelSpec, unpack
@@ -176,7 +177,52 @@ PATTERNS: dict[str, Pattern] = {
     "input gradients": input_gradients,
     "penalty": penalty,
 }
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+
+
+class Several(list[torch.optim.Optimizer]):
+    """Optimizers that step together, each of which has parameters of its own."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        for optimizer in self:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self:
+            optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> list[Any]:
+        return [optimizer.state_dict() for optimizer in self]
+
+    def load_state_dict(self, states: list[Any]) -> None:
+        for optimizer, state in zip(self, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+def _muon(parameters: Iterable[nn.Parameter]) -> Several:
+    """Muon for matrices, and AdamW for all other parameters."""
+    every = list(parameters)
+    others = [parameter for parameter in every if parameter.ndim != 2]
+    optimizers: list[torch.optim.Optimizer] = []
+    if len(others) < len(every):
+        optimizers.append(torch.optim.Muon([parameter for parameter in every if parameter.ndim == 2], lr=1e-2))
+    if others:
+        optimizers.append(torch.optim.AdamW(others, lr=1e-2, eps=1e-2))
+    return Several(optimizers)
+
+
+def _low_bit(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer of torchao."""
+    import torchao.optim  # not above: it takes long
+
+    optimizer: torch.optim.Optimizer = getattr(torchao.optim, name)(parameters, lr=1e-2, eps=1e-2)
+    return optimizer
+
+
+ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-2),
@@ -186,3 +232,17 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2, eps=1e-1),
     "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2, eps=1e-2),
 }
+#: Classes of torchao, if it is there.
+LOW_BIT = ("Adam8bit", "AdamW4bit", "AdamFp8") if find_spec("torchao") else ()
+#: Those that need ragged layouts. They magnify the last digit of a gradient: Muon makes all singular values alike, also
+#: those that are only rounding, and quantized state falls into one of 16 or 256 buckets. So gradients are rounded
+#: before a step, and both sides step with the same ones, to the bit: see :func:`round_gradient`.
+BY_BLOCKS: dict[str, Callable[[Any], Any]] = {"muon": _muon, **{name: partial(_low_bit, name) for name in LOW_BIT}}
+OPTIMIZERS = {**ELEMENTWISE, **BY_BLOCKS}
+_DIGITS = 2.0**20
+
+
+def round_gradient(gradient: Tensor) -> None:
+    """Round a gradient, in place, to multiples of 1e-6, so that gradients that differ by 1e-16 become equal. They do
+    not if a half lies between them, which is a matter of chance: once in 1e9 elements."""
+    gradient.copy_((gradient * _DIGITS).round() / _DIGITS)

@@ -27,6 +27,17 @@ def build() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 10, bias=False), nn.Linear(10, 6, bias=False), nn.Linear(6, 7))
 
 
+class Scale(nn.Module):
+    """A scalar, of which every rank has all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
 def sharded(rows: int | None, seed: int = 0) -> Any:
     """A model whose matrices are cut between blocks of so many rows (0: evenly)."""
     placement = None if rows == 0 else Ragged(rows=rows)
@@ -106,7 +117,8 @@ def test_operators_that_torch_cannot_follow_name_the_parameter(world: World, kin
 
 @ranks(2, 3)
 def test_norms_and_clipping_are_those_of_the_whole(world: World) -> None:
-    model, whole = sharded(None), seeded(build)
+    whole = nn.Sequential(seeded(build), Scale())
+    model: Any = fully_shard(copy.deepcopy(whole), shard_placement_fn=lambda param: Ragged() if param.ndim else None)
     for each in (model, whole):
         each(torch.ones(3, 8)).square().mean().backward()
     found = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)

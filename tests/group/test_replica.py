@@ -10,8 +10,8 @@ import torch
 import fullshard
 from fullshard.group.replica import ReplicaGradients, ReplicaShard
 from tests.harness import World, ranks
-from tests.harness.compare import each_block, whole
-from tests.harness.models import MLP, seeded
+from tests.harness.compare import Precision, each_block, whole
+from tests.harness.models import MLP, Branches, seeded
 
 LAST = 2
 """The last of three micro-batches, the one after which gradients are complete."""
@@ -67,6 +67,23 @@ def test_a_step_gathers_over_replicas_once_for_all_micro_batches(world: World, m
         model(torch.ones(2, 6))
         model(torch.ones(2, 6))
     assert len(gathers) == 2 * groups, "writes that leave no trace are seen by the next forward"
+
+
+@ranks(2)
+def test_a_group_that_was_gathered_ahead_and_not_used_is_gathered_again(world: World) -> None:
+    def shard(model: Any) -> Any:
+        mesh = world.mesh(2, 1, names=("replicate", "shard"))
+        each_block(mesh=mesh, outer_zero_stage=1, precision=Precision(torch.bfloat16))(fullshard, model)
+        return model
+
+    model, plain = shard(seeded(Branches)), seeded(Branches).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x, every, first = torch.ones(2, 6, dtype=torch.bfloat16), torch.ones(3), torch.tensor([1, 0, 0])
+    for used in (every, first, every):
+        output = model(x, used)
+        assert torch.equal(output, plain(x, used))
+        output.sum().backward()
+        optimizer.step()
 
 
 @ranks(2)

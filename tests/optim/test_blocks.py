@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -50,8 +51,8 @@ def optimizer_of(name: str, params: list[nn.Parameter]) -> Any:
     return optimizer if is_known else local_step(optimizer, whole=True)
 
 
-def train(model: Any, optimizer: Any, steps: Iterable[int] = range(3)) -> None:
-    """Steps with gradients that are the same on every rank and in one process, to the bit."""
+def train(model: Any, optimizer: Any, steps: Iterable[int] = range(3), may_communicate: int = -1) -> None:
+    """Steps with gradients that are the same on every rank and in one process, to the bit. Only one communicates."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for param in model.parameters():
@@ -62,7 +63,7 @@ def train(model: Any, optimizer: Any, steps: Iterable[int] = range(3)) -> None:
                 param.grad = gradient
         with CommDebugMode() as communication:
             optimizer.step()
-        assert not communication.get_total_counts()
+        assert step == may_communicate or not communication.get_total_counts()
 
 
 def part(param: DTensor, whole: Tensor) -> DTensor:
@@ -172,3 +173,29 @@ def test_state_is_loaded_by_other_numbers_of_ranks(rank_pool: RankPool, tmp_path
     for size in (1, 2, 3):
         for found in run(rank_pool, save_and_load, size, tmp_path, name, True):
             assert all(map(torch.equal, found, expected)), size
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("name", ["torch.AdamW", "torch.Muon", "torchao.Adam8bit"])
+def test_state_of_a_model_with_other_cuts_is_cut_again(world: World, name: str) -> None:
+    """The state dict of the optimizer is loaded as it is: the model that is sharded next begins with the next rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **_: function)
+        trained: list[tuple[Any, Any]] = []
+        for seed in (0, 1):
+            model: Any = fully_shard(build(name, seed), shard_placement_fn=placed(name))
+            trained.append((model, optimizer_of(name, list(model.parameters()))))
+            train(*trained[-1], [seed])
+        (model, optimizer), (other, its_optimizer) = trained
+        pairs = list(zip(model.parameters(), other.parameters(), strict=True))
+        assert any(one.placements != two.placements for one, two in pairs)
+        other.load_state_dict(model.state_dict())
+        if name == "torchao.Adam8bit":
+            its_optimizer.load_state_dict(optimizer.state_dict())
+            with pytest.raises(ValueError, match=r"'exp_avg.*shape \(128, 96\).*quantized.*fullshard.checkpoint"):
+                train(other, its_optimizer, [2])
+            return
+        its_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for each in trained:
+            train(*each, [2, 3], may_communicate=2)  # which cuts the state again
+    assert all(torch.equal(one.full_tensor(), two.full_tensor()) for one, two in pairs)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.optim.steps import _groups_of
@@ -62,6 +63,34 @@ def test_ranks_may_leave_out_parameters_of_which_they_have_nothing(world: World)
     model = FSDP(nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 6)), use_orig_params=True)
     halves = [[param for param in layer.parameters() if param.numel()] for layer in model.module]
     train(model, *[sgd(half) for half in halves if half])
+
+
+class Scaled(nn.Module):
+    """Its only parameter has one element, of which one rank has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@ranks(2)
+@TRANSPORTS
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_that_only_makes_state_to_save_is_not_counted(world: World, transport: str, kind: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_TRANSPORT", transport)
+        model = FSDP(Scaled(), use_orig_params=True)
+        optimizer = kind(model.parameters())
+        for _ in range(2):
+            model(inputs(0)).sum().backward()
+            optimizer.step()
+            get_optimizer_state_dict(model, optimizer)  # steps on the rank without gradients and state
+        optimizer.zero_grad()
+        model(inputs(0)).sum().backward()
+    assert groups_of(model)[0].step.optimizer_steps == 2
 
 
 @ranks(2)

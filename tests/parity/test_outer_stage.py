@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Shard
 
@@ -85,6 +87,29 @@ def test_each_replica_has_one_rank(world: World) -> None:
 @STAGES
 def test_micro_batches(world: World, stage: int, set_up: Any) -> None:
     check(world, outer(world, stage, 2, micro_batches=LAST + 1, set_up_micro=set_up))
+
+
+class TwoDtypes(nn.Module):
+    """One group with parameters of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(6, 5), nn.Linear(5, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.wide(self.narrow(x).double())
+        return y.float()
+
+
+@everywhere
+@ranks(2)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_micro_batches_of_parameters_of_two_dtypes(world: World, replicas: int) -> None:
+    def shard(fsdp: ModuleType, model: Any) -> None:
+        fsdp.fully_shard(model, mesh=mesh_of(world, replicas), outer_zero_stage=1)
+
+    build = partial(seeded, TwoDtypes)
+    check(world, outer(world, build=build, shard=shard, micro_batches=LAST + 1, set_up_micro=inside_replicas))
 
 
 @everywhere

@@ -325,6 +325,8 @@ class GatheredBuffer(FullBuffer):
         if shard.replica is None or shard.replica.has(values):
             return
         if shard.needs_staging:
+            shard.replica.finish()  # a gather for a group that was then not used
+            self._give_staging_back()
             self._stage()
         shard.replica.start(shard.staged_views if shard.needs_staging else shard.views, values)
 

@@ -133,7 +133,7 @@ def _propagate(schema: Any, by_torch: Callable[[Any], Any]) -> Any:
     lists = (private.specs_in(arg) for arg in schema.args_schema if isinstance(arg, (list, tuple)))
     is_foreach = name.startswith(_OF_LISTS)
     rows = list(zip(*filter(None, lists), strict=False)) if is_foreach else [tuple(specs)]  # of tensors used together
-    are_alike = all(len({(spec.placements, spec.shape) for spec in row if spec.ndim}) == 1 for row in rows)
+    are_alike = all(len({(spec.placements, spec.shape) for spec in row if spec.ndim}) <= 1 for row in rows)
     are_numbers_known = all(spec.is_replicated() for spec in specs if not spec.ndim)
     if name in _REDUCTIONS and are_alike and math.inf not in map(abs, filter(_is_float, schema.args_schema)):
         result = by_torch(schema)
@@ -173,5 +173,5 @@ def _is_cut(spec: private.DTensorSpec) -> bool:
 
 def _placed(spec: private.DTensorSpec, row: Sequence[private.DTensorSpec]) -> private.DTensorSpec:
     """The result of an operator that computes element by element, placed like its arguments."""
-    like = next(each for each in row if each.ndim)
-    return private.altered_spec(spec, None, like.placements) if spec.shape == like.shape else spec
+    like = next((each for each in row if each.ndim), None)  # every rank has all of a scalar
+    return spec if like is None or spec.shape != like.shape else private.altered_spec(spec, None, like.placements)

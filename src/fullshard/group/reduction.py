@@ -161,7 +161,10 @@ class PendingReduction:
         found: list[tuple[int, torch.Tensor]] = []
         for part, output in zip(self._parts, self._outputs, strict=True):
             vectors = part.lengths and torch.unsafe_split_with_sizes(output, part.lengths)
-            found += zip(part.indices, vectors or map(output.as_strided, *part.chunks), strict=True)
+            sizes, strides, offsets = part.chunks
+            if self._plan.replica is not None:  # sections lie end to end in its memory
+                offsets = [int(output.storage_offset()) + offset for offset in offsets]
+            found += zip(part.indices, vectors or map(output.as_strided, sizes, strides, offsets), strict=True)
         return found
 
     def _hand_over(self) -> None:

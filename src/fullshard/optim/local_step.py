@@ -33,6 +33,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from fullshard import torch_private
 from fullshard.group.owners import owner_of
 from fullshard.group.parameter import ShardedParameter, local_tensor
+from fullshard.group.ragged import is_ragged
 from fullshard.torch_private import local_of, spec_of
 
 #: The classes of torch that compute element by element. Exactly these: a subclass may do anything.
@@ -184,7 +185,9 @@ class _LocalStep:
             mine = self._state[twin]
             for name, value in entry.items():
                 if isinstance(value, DTensor) and spec_of(value).placements != spec.placements:
-                    return False
+                    if not is_ragged((*spec_of(value).placements, *spec.placements)):
+                        return False
+                    entry[name] = value = _cut_again(optimizer, name, value, spec)
                 mine[name] = local_tensor(value)
         self._user_state, self._seen, self._seen_local = (
             optimizer.state,
@@ -238,6 +241,19 @@ class _LocalStep:
                 user_state[param] = entry
             else:
                 user_state[param] = _shown("", mine, before.get(param), link)
+
+
+def _cut_again(optimizer: Optimizer, name: str, value: DTensor, spec: torch_private.DTensorSpec) -> DTensor:
+    """State that was loaded from a model whose ragged parameters have other cuts, cut as its parameter is. All ranks
+    must call it. Raises ValueError if the state is quantized."""
+    blocks = _blocks_of(optimizer)
+    if blocks is not None and blocks.quantize(value.numel()):
+        raise ValueError(
+            f"the state '{name}' of {type(optimizer).__name__} for a parameter of shape {tuple(spec.shape)} was loaded "
+            f"as {spec_of(value).placements}, and the parameter is {spec.placements}. It is quantized and cannot be "
+            f"cut again: save and load with fullshard.checkpoint"
+        )
+    return value.redistribute(placements=spec.placements)
 
 
 def _shown(name: str, value: Any, before: Any, link: _Link) -> Any:

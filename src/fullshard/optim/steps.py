@@ -24,7 +24,7 @@ from fullshard.group.owners import owner_of
 from fullshard.optim.local_step import prepare_step
 from fullshard.policies import warn
 from fullshard.strangers import strangers_of
-from fullshard.torch_private import local_of, running_backward, set_local
+from fullshard.torch_private import local_of, only_makes_state, running_backward, set_local
 
 #: For each optimizer that was checked, the ids of its parameters, and their groups. (Parameters may refer to the
 #: optimizer by their hooks, and would keep it alive.)
@@ -51,8 +51,9 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for group in groups:  # counted here too, because no hook runs after a step that raises
         group.writes += 1
-    for step in {id(group.step): group.step for group in groups}.values():
-        if running_backward() < 0:  # in a backward, the number of steps differs between ranks
+    # In a backward, and where a rank has no state to save, the number of steps differs between ranks.
+    if running_backward() < 0 and not only_makes_state(optimizer, kwargs):
+        for step in {id(group.step): group.step for group in groups}.values():
             step.count_step(optimizer)
     _move_state(optimizer, groups, to_device=True)
     prepare_step(optimizer)
