@@ -54,36 +54,42 @@ class Encoding:
         """Whether numbers of a dtype take fewer bytes when they are encoded."""
         return dtype.is_floating_point and 2 <= dtype.itemsize <= 4 and self._row < self.block * dtype.itemsize
 
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+    def encode(self, values: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> bool:
         """Encode a parcel, without a synchronization if it is on a device.
 
         Args:
-            values: fp32, 1-D. They are multiplied by the power of two.
+            values: fp32, 1-D.
             out: uint8, 1-D, of :meth:`nbytes`, starting on a 4-byte boundary.
+            scratch: like ``values``, and perhaps these: for the numbers multiplied by the power of two.
+
+        Returns:
+            whether it is known that all numbers are finite.
         """
-        blocks, rows = values.view(-1, self.block), self._rows(out, values.numel())
+        blocks, rows = scratch.view(-1, self.block), self._rows(out, values.numel())
         tail = out[-_TAIL : -_TAIL + 4].view(torch.float32)
         largest = torch.maximum(values.amax(), -values.amin())
         if not is_host(values.device):
             largest = torch.where(largest.isfinite(), largest, _finite(values).abs().amax())
             exponent = (self._exponent - torch.frexp(largest)[1]).clamp(-_MOST, _MOST)
             by = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
-            values.mul_(by)
+            torch.mul(values, by, out=scratch)
             tail.copy_(1 / by)
             self._encode_any(blocks, rows)
-            return
+            return False
         highest = float(largest)
-        is_odd = None if math.isfinite(highest) else ~blocks.isfinite().all(1)
-        if is_odd is not None:
+        is_finite = math.isfinite(highest)
+        if not is_finite:
             highest = float(_finite(values).abs().amax())
         factor = 2.0 ** max(-_MOST, min(_MOST, self._exponent - math.frexp(highest)[1])) if highest > 0 else 1.0
-        values.mul_(factor)
+        torch.mul(values, factor, out=scratch)
         tail.fill_(1 / factor)
         self._encode(blocks, rows)
-        if is_odd is not None:
+        if not is_finite:
+            is_odd = ~blocks.isfinite().all(1)
             odd = rows[is_odd]
             self._encode_any(blocks[is_odd], odd)
             rows[is_odd] = odd
+        return is_finite
 
     def decode(self, encoded: torch.Tensor, numel: int) -> tuple[torch.Tensor, Factor]:
         """The numbers of a parcel, fp32 and 1-D, and the power of two by which to multiply them."""
@@ -242,8 +248,11 @@ class Bf16(Encoding):
     def _bytes_of_block(self) -> int:
         return 2 * self.block
 
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+    def encode(self, values: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> bool:
+        if values is not scratch:
+            scratch.copy_(values)
         out[: 2 * values.numel()].view(torch.bfloat16).copy_(values)
+        return False
 
     def decode(self, encoded: torch.Tensor, numel: int) -> tuple[torch.Tensor, Factor]:
         return encoded[: 2 * numel].view(torch.bfloat16).float(), 1.0

@@ -105,12 +105,12 @@ class Sum:
             target.copy_(total)
 
 
-def blocks(piece: Piece) -> Iterator[Piece]:
-    """A piece in parts that fit in a cache, in the order of the shard."""
-    rows = BLOCK // piece.row
+def blocks(piece: Piece, numel: int = BLOCK) -> Iterator[Piece]:
+    """A piece in parts of at most ``numel`` elements, which fit in a cache, in the order of the shard."""
+    rows = numel // piece.row
     for first in range(0, piece.shape[0], max(1, rows)):
         block = piece.part(first, min(first + max(1, rows), piece.shape[0]))
-        yield from [block] if rows else blocks(block)
+        yield from [block] if rows else blocks(block, numel)
 
 
 def check_summable(transfers: Sequence[Transfer]) -> None:
