@@ -20,8 +20,9 @@ from torch.func import functional_call
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import fullshard
-from fullshard import checkpoint
+from fullshard import WirePolicy, checkpoint
 from fullshard.comm.waits import WAITS, Wait, describe
+from fullshard.group.parameter import local_tensor
 from fullshard.optim import LocalSteps, ShardedGradScaler
 from tests.fully_shard.cases import inputs, shard_mlp
 from tests.harness import RankPool, World, failure_report, ranks
@@ -426,7 +427,7 @@ def test_what_it_cannot_work_with_is_refused_by_name(world: World) -> None:
     refuses("every is .*; expected an int", TypeError, every="4")
     refuses("fragments is 9 .*; expected 1 to 4", fragments=9)
     refuses("overlap is 4 .*; expected 0 or more, and less than every", overlap=4)
-    refuses("wire is 'int8' .*; expected 'exact'", wire="int8")
+    refuses("wire_policy is 'int8' .*; expected a WirePolicy", TypeError, wire_policy="int8")
     refuses("optimizer is .*; expected a torch.optim.Optimizer", TypeError, optimizer=object())
     refuses("what outer returns is", TypeError, outer=lambda params: params)
     refuses("LBFGS, which does not compute element by element", outer=torch.optim.LBFGS)
@@ -561,3 +562,22 @@ def test_replicas_that_are_at_different_steps_are_told_so(world: World) -> None:
     local_steps.steps += 2 * world.rank
     with pytest.raises(RuntimeError, match=r"replicas meet at different steps: rank \d brings fragment 0 after step"):
         step(model, optimizer, batch_of(world.rank, 1))
+
+
+@ranks(2)
+@pytest.mark.parametrize("outer", [None, nesterov])
+def test_changes_travel_encoded_and_replicas_agree(world: World, outer: Any) -> None:
+    case, trained = Case(outer=outer), list[list[torch.Tensor]]()
+    for policy in (WirePolicy(), WirePolicy("int8", "int8", min_numel=0)):
+        model = shard_mlp(mesh=mesh_of(world))
+        optimizer = case.inner(model.parameters())
+        LocalSteps(model, optimizer, **case.arguments, wire_policy=policy)
+        for number in range(3 * EVERY):
+            step(model, optimizer, batch_of(world.rank, number))
+        params = [local_tensor(param).detach() for param in model.parameters()]
+        assert all(torch.equal(*gathered(param)) for param in params)
+        trained.append(params)
+    pairs = list(zip(*trained, strict=True))
+    assert not all(torch.equal(exact, near) for exact, near in pairs)
+    for exact, near in pairs:  # a change of some hundredths has an error of a 255th of that
+        torch.testing.assert_close(near, exact, rtol=0, atol=2e-3)

@@ -63,7 +63,7 @@ class CollectiveTransport(Transport):
 
     def _route(self, request: Request) -> Route:
         if request.wire is not None:
-            return EncodedRoute(request, partial(_CollectiveMail, request))
+            return EncodedRoute(request, partial(_CollectiveMail, request._replace(transfers=())))
         return _CollectiveRoute(request, self._all_gather if request.direction == "gather" else self._reduce_scatter)
 
 

@@ -70,7 +70,7 @@ class PointToPointTransport(Transport):
     def _route(self, request: Request) -> Route:
         """Low precision is added in fp32, in the order of ranks, so that the result depends on no timing."""
         if request.wire is not None:
-            return EncodedRoute(request, partial(_PairMail, request))
+            return EncodedRoute(request, partial(_PairMail, request._replace(transfers=())))
         fulls = [transfer.full for transfer in request.transfers]
         exact = request.direction == "gather" or all(full.dtype.itemsize >= 4 for full in fulls)
         nbytes = sum(param.numel * full.itemsize for plan, full, _ in request.transfers for param in plan.params)

@@ -38,6 +38,7 @@ from fullshard.optim.meeting import ChangesExchange, FragmentMember, ModelFragme
 from fullshard.policies import expect
 from fullshard.schedule.unit import groups_in
 from fullshard.torch_private import running_backward
+from fullshard.wire_policy import EXACT, WirePolicy
 
 #: The part of its own value that a parameter keeps where an exchange ran beside steps. The rest is the anchor's.
 _KEPT = 0.5
@@ -79,7 +80,8 @@ class LocalSteps:
         outer: makes an optimizer of a list of parameters, once for each fragment. It must compute element by element,
             because the parameters are this rank's parts: plain tensors, in fp32 or the parameters' dtype if that is
             wider. ``None`` sets the anchor to the mean of the replicas' parameters.
-        wire: how changes travel. ``"exact"``: in the dtype of the anchor.
+        wire_policy: how changes are encoded on their way, both to where they are averaged (``reduce``) and back
+            (``gather``). What encodings lose on the first way is added to the changes of the next meeting.
         fragments: into how many parts the groups of the model are divided. Group ``i`` is in part ``i % fragments``.
             The parts meet at different steps, evenly spread over ``every``, so that less is exchanged at a time.
         overlap: optimizer steps for which an exchange runs beside training, before its result is used. A parameter then
@@ -111,7 +113,7 @@ class LocalSteps:
         *,
         every: int,
         outer: OuterOptimizer | None = None,
-        wire: str = "exact",
+        wire_policy: WirePolicy = EXACT,
         fragments: int = 1,
         overlap: int = 0,
         offload: bool = False,
@@ -119,7 +121,7 @@ class LocalSteps:
         for name, number in (("every", every), ("fragments", fragments), ("overlap", overlap)):
             expect(isinstance(number, int) and not isinstance(number, bool), name, number, "an int")
         expect(isinstance(optimizer, Optimizer), "optimizer", optimizer, "a torch.optim.Optimizer")
-        expect(wire == "exact", "wire", wire, "'exact'", ValueError)
+        expect(isinstance(wire_policy, WirePolicy), "wire_policy", wire_policy, "a WirePolicy")
         groups = groups_in(model, recurse=True)
         self._process_group = _replicas_of(groups)
         self._groups, self._optimizer, self._device = groups, optimizer, groups[0].device
@@ -135,7 +137,8 @@ class LocalSteps:
             for k in range(fragments)
         ]
         self.outer = [each.outer for each in self._fragments if each.outer is not None]
-        self._compare(wire, offload)
+        self._wires = wire_policy
+        self._compare(offload)
         self._transport = select_transport(self._process_group, self._device).private
         self._lane = Lane(self._device)
         _set_apart(groups, self._process_group)
@@ -144,9 +147,9 @@ class LocalSteps:
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
-    def _compare(self, wire: str, offload: bool) -> None:
+    def _compare(self, offload: bool) -> None:
         """Raise ValueError if the ranks do not have the same arguments."""
-        described = [f"every={self.every}", f"wire={wire!r}", f"fragments={len(self._fragments)}"]
+        described = [f"every={self.every}", f"wire_policy={self._wires}", f"fragments={len(self._fragments)}"]
         described += [f"overlap={self.overlap}", f"offload={offload}"]
         for fragment in self._fragments:
             described.append("outer=None" if fragment.outer is None else f"outer={_described(fragment.outer)}")
@@ -191,7 +194,8 @@ class LocalSteps:
             if since == 0:
                 self._check_parameters()
                 said = self.steps, number
-                fragment.exchange = ChangesExchange(fragment, self._transport, self._process_group, self._device, said)
+                given = self._transport, self._process_group, self._device, self._wires
+                fragment.exchange = ChangesExchange(fragment, *given, said)
                 fragment.exchange.start(self._lane)
             if fragment.exchange is None:
                 continue

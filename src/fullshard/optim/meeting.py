@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from fullshard.buffer.plan import ParamShape, make_plan
 from fullshard.comm.process_group import encoded, has_peers
-from fullshard.comm.transport import Reduction, Route, Transfer, Transport
+from fullshard.comm.transport import Feedback, Reduction, Transfer, Transport, make_wire
 from fullshard.comm.waits import waiting
 from fullshard.device import CPU, Lane, Pending
 from fullshard.group.param_group import ParamGroup
@@ -32,6 +32,7 @@ from fullshard.group.parameter import ShardedParameter, local_tensor
 from fullshard.optim.local_step import NOT_ELEMENTWISE, NUMBERS
 from fullshard.policies import expect
 from fullshard.torch_private import all_gather_single, altered_spec, make_dtensor
+from fullshard.wire_policy import WirePolicy
 
 #: Makes an optimizer of a list of parameters.
 OuterOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -63,6 +64,7 @@ class ModelFragment:
         outer: steps on the anchors; ``None``: they become the mean.
         differs: whether replicas have changed the parameters since their last meeting.
         exchange: the meeting that is under way.
+        lost: what encodings have lost of the changes, by their dtype, to be added at the next meeting.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ModelFragment:
     ) -> None:
         self.members, self.phase, self.differs = members, phase, False
         self.exchange: ChangesExchange | None = None
+        self.lost: dict[torch.dtype, torch.Tensor] = {}
         self.anchors: list[nn.Parameter] = []
         for values in (each.param.values for each in members):
             dtype = torch.promote_types(values.dtype, torch.float32)
@@ -168,7 +171,7 @@ class ChangesExchange:
     @torch.no_grad()
     def __init__(
         self, fragment: ModelFragment, transport: Transport, over: dist.ProcessGroup, device: torch.device,
-        said: tuple[int, int],
+        wires: WirePolicy, said: tuple[int, int],
     ) -> None:  # fmt: skip
         self._process_group, self._said = over, said
         self._means: list[torch.Tensor] = []
@@ -189,7 +192,14 @@ class ChangesExchange:
             change, rest[anchor.dtype] = rest[anchor.dtype].tensor_split([anchor.numel()])
             self._means.append(change.view(anchor.shape).copy_(anchor).sub_(each.param.values.to(device)))
         self._shards = [transfer.shard for transfer in transfers]
-        self._reduce, self._gather = _routes(transport, transfers, over, fragment.members[0].group.tag)
+        if wires.error_feedback and wires.reduce != "exact":
+            for _, full, _ in transfers:
+                fragment.lost.setdefault(full.dtype, torch.zeros_like(full, dtype=torch.bfloat16))
+        feedback = Feedback([fragment.lost[full.dtype] for _, full, _ in transfers]) if fragment.lost else None
+        # Nothing else travels between replicas that train apart, so the tag of any group of theirs will do.
+        given = transfers, over, fragment.members[0].group.tag
+        self._reduce = transport.reduce_route(*given, make_wire(wires, "reduce", feedback))
+        self._gather = transport.gather_route(*given, make_wire(wires, "gather"))
         self._reducing: Pending | None = None
         self._gathering: Pending | None = None
         self._heard: tuple[dist.Work, torch.Tensor] | None = None
@@ -244,14 +254,6 @@ class ChangesExchange:
         self._check()
         self._mark.wait()
         return self._means
-
-
-def _routes(
-    transport: Transport, transfers: Sequence[Transfer], over: dist.ProcessGroup, tag: int
-) -> tuple[Route, Route]:
-    """The routes by which replicas add up their changes, each a part, and by which all get the parts. Nothing else
-    travels between replicas that train apart, so the tag of any group of theirs will do."""
-    return transport.reduce_route(transfers, over, tag), transport.gather_route(transfers, over, tag)
 
 
 def params_of(optimizer: Optimizer) -> list[torch.Tensor]:
