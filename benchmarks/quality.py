@@ -119,7 +119,7 @@ def draw(found: dict[str, list[list[tuple[float, float]]]], file: Path) -> None:
         points = [[mean(each) for each in zip(*at, strict=True)] for at in zip(*runs, strict=True)]
         sent, losses = zip(*points, strict=True)
         style = styles[number % len(styles)]
-        axes.plot([each / 2**30 for each in sent], losses, style, color=RANKS[number % len(RANKS)], label=name)
+        axes.plot([each / 2**30 for each in sent], losses, style, color=RANKS[number % len(RANKS)].color, label=name)
     axes.set(xscale="log", xlabel="GiB sent by a rank", ylabel="validation loss, nats a byte")
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)

@@ -65,7 +65,7 @@ class Encoding:
         Returns:
             whether it is known that all numbers are finite.
         """
-        blocks, rows = scratch.view(-1, self.block), self._rows(out, values.numel())
+        blocks, rows = scratch.view(-1, self.block), self.rows(out, values.numel())
         tail = out[-_TAIL : -_TAIL + 4].view(torch.float32)
         largest = torch.maximum(values.amax(), -values.amin())
         if not is_host(values.device):
@@ -74,7 +74,7 @@ class Encoding:
             by = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
             torch.mul(values, by, out=scratch)
             tail.copy_(1 / by)
-            self._encode_any(blocks, rows)
+            self.encode_any(blocks, rows)
             return False
         highest = float(largest)
         is_finite = math.isfinite(highest)
@@ -87,22 +87,23 @@ class Encoding:
         if not is_finite:
             is_odd = ~blocks.isfinite().all(1)
             odd = rows[is_odd]
-            self._encode_any(blocks[is_odd], odd)
+            self.encode_any(blocks[is_odd], odd)
             rows[is_odd] = odd
         return is_finite
 
     def decode(self, encoded: torch.Tensor, numel: int) -> tuple[torch.Tensor, Factor]:
         """The numbers of a parcel, fp32 and 1-D, and the power of two by which to multiply them."""
-        rows, by = self._rows(encoded, numel), encoded[-_TAIL : -_TAIL + 4].view(torch.float32)
+        rows, by = self.rows(encoded, numel), encoded[-_TAIL : -_TAIL + 4].view(torch.float32)
         if not is_host(encoded.device):
-            return self._decode_any(rows).view(-1), by
+            return self.decode_any(rows).view(-1), by
         blocks, scales = self._decode(rows), self._scales(rows)[:, 0]
         if float(scales.amin()) < 0:
             is_odd = scales < 0
-            blocks[is_odd] = self._decode_any(rows[is_odd])
+            blocks[is_odd] = self.decode_any(rows[is_odd])
         return blocks.view(-1), float(by)
 
-    def _rows(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
+    def rows(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
+        """The blocks of a parcel, as bytes."""
         return encoded[: numel // self.block * self._row].view(-1, self._row)
 
     def _bytes_of_block(self) -> int:
@@ -114,17 +115,17 @@ class Encoding:
 
     def _encode(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
         """Encode finite numbers on the CPU."""
-        self._encode_any(blocks, rows)
+        self.encode_any(blocks, rows)
 
     def _decode(self, rows: torch.Tensor) -> torch.Tensor:
         """Decode them."""
-        return self._decode_any(rows)
+        return self.decode_any(rows)
 
-    def _encode_any(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+    def encode_any(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
         """Encode any numbers on any device."""
         raise NotImplementedError
 
-    def _decode_any(self, rows: torch.Tensor) -> torch.Tensor:
+    def decode_any(self, rows: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
 
@@ -153,7 +154,7 @@ class _Integers(Encoding):
         decoded: torch.Tensor = getattr(torch.ops.quantized, f"embedding_bag_{self._kernel}_unpack")(rows)
         return decoded
 
-    def _encode_any(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+    def encode_any(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
         finite = blocks.isfinite()
         is_odd, scales = ~finite.all(1, keepdim=True), self._scales(rows)
         scales[:, 1:] = _finite(blocks.where(finite, math.inf).amin(1, keepdim=True))
@@ -169,7 +170,7 @@ class _Integers(Encoding):
             codes = torch.where(mark, code, codes)
         self._set_codes(rows, codes.to(torch.uint8))
 
-    def _decode_any(self, rows: torch.Tensor) -> torch.Tensor:
+    def decode_any(self, rows: torch.Tensor) -> torch.Tensor:
         codes, (scale, low) = self._codes(rows).float(), self._scales(rows).float().split(1, 1)
         is_odd = scale < 0
         blocks = torch.addcmul(low, codes - torch.where(is_odd, _MARKS, 0), scale.abs())
@@ -228,7 +229,7 @@ class Fp8(Encoding):
         bits = rows[:, : self.block].view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
         return bits.view(torch.float16).float().mul_(self._scales(rows) * 256)
 
-    def _encode_any(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+    def encode_any(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
         finite, is_odd = _finite(blocks), ~blocks.isfinite().all(1, keepdim=True)
         self._encode(finite, rows)
         scale = self._scale(finite, torch.float8_e5m2)
@@ -236,7 +237,7 @@ class Fp8(Encoding):
         rows[:, : self.block] = torch.where(is_odd, codes, rows[:, : self.block])
         self._scales(rows).copy_(torch.where(is_odd, -scale, self._scales(rows)))
 
-    def _decode_any(self, rows: torch.Tensor) -> torch.Tensor:
+    def decode_any(self, rows: torch.Tensor) -> torch.Tensor:
         scale, codes = self._scales(rows), rows[:, : self.block]
         odd = codes.contiguous().view(torch.float8_e5m2).float() * -scale
         return torch.where(scale < 0, odd, self._decode(rows))
