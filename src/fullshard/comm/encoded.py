@@ -128,12 +128,8 @@ class EncodedRoute:
         direction, transfers, group, _, wire = request
         assert wire is not None
         self.wire: Wire = wire
-        self.open_mail, self.gathers, self.rank, self.size = (
-            open_mail,
-            direction == "gather",
-            group.rank(),
-            group.size(),
-        )
+        self.open_mail, self.gathers = open_mail, direction == "gather"
+        self.rank, self.size = group.rank(), group.size()
         if not self.gathers:
             check_summable(transfers)
         self.device, plans = transfers[0].full.device, [transfer.plan for transfer in transfers]
