@@ -151,7 +151,7 @@ class GroupContext:
     @property
     def keeps_whole(self) -> bool:
         """Whether large ones among these stay where autograd made them."""
-        return self.adds_whole and not self.reduce_transport.compares_reductions and not self.is_flat
+        return self.adds_whole and not self.is_flat
 
     @property
     def gradient_buffers(self) -> int:

@@ -267,7 +267,8 @@ class Gradients:
             self._take_buffer()  # views need memory when they are made
         fulls = self._fulls = full_views(self._buffer.memory, self._sections, dtypes)
         make = MessageViews if any(section.plan.is_messages for section in self._sections) else WholeViews
-        views = self._views = make(group.params, self._sections, fulls)
+        kept = self._dtypes_of.kept(self._sections, dtypes) if self._keeps_whole else frozenset[int]()
+        views = self._views = make(group.params, self._sections, fulls, kept)
         if self._lost is not None:
             before = {index: self._lost.read(index).clone() for index in self._lost.dtypes.keys() & views.dtypes.keys()}
             self._make_lost().write(before)
@@ -343,7 +344,7 @@ class Gradients:
     def _make_lost(self) -> WholeViews:
         """Memory for what encodings lose of the gradients, laid out like these."""
         lost = [torch.zeros_like(full, dtype=torch.bfloat16) for full in self._fulls]
-        self._lost = type(self._views)(self._group.params, self._sections, lost)
+        self._lost = type(self._views)(self._group.params, self._sections, lost, self._views.kept)
         for index in self._views.kept:
             self._lost.zero(index)
         self._lost_fulls = dict(zip(map(id, self._fulls), lost, strict=True))
