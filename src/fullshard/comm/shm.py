@@ -8,8 +8,10 @@ gradient buffers of the others in place. Owns the reductions and the order that 
                                         │ waits for ready 7 of all                     │ waits for done 7 of all
     rank 1    gradients in a slot ── ready 7 ──▶ adds up its part of all slots 7 ── done 7 ──▶ slot 7 may be written
 
-Replicas, which want all of the sum, add up in the slots: each writes its part of the sum to its own slot, where nobody
-else reads, and waits until all have. Values that must go to memory that is not shared travel as messages.
+Replicas, which want all of the sum, exchange it through the slots: each writes its part of the sum to its own slot,
+where nobody else reads, and waits until all have. Large gradients stay in the tensors that autograd made, and become
+the sums there: a slot only has the parts that others add up. Values that must go to memory that is not shared travel
+as messages.
 """
 
 from __future__ import annotations
