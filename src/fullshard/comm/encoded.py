@@ -14,11 +14,13 @@ transport how bytes travel, and to :mod:`fullshard.comm.encodings` what they mea
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate, pairwise
+from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 import torch
@@ -167,7 +169,7 @@ class EncodedRoute:
         shards = [*shards, *(shards[each.section][each.chunk] for each in self.zero_copy)]
         exchange = _Exchange(self, shards, [*self.fulls, *zero_copy], reduction.divisor)
         if exchange.mail.runs_beside:
-            exchange.running = _workers().submit(exchange.run)
+            exchange.running = _threads.submit(exchange.run)
         else:
             exchange.write()
         return exchange
@@ -334,14 +336,38 @@ class _Exchange:
                 Sum(block, terms, *dtypes, self._lease).write(self._shards, self._divisor)
 
 
-@cache
-def _workers() -> ThreadPoolExecutor:
-    """Threads that write and read letters beside the training. Each waits for what it reads, so none waits for another
-    exchange."""
-    return ThreadPoolExecutor(64, "fullshard-wire")
+class _Threads:
+    """Threads that write and read letters beside the training, one for each exchange that is under way: none waits for
+    another's letters. A program may end while they wait, which a pool of the standard library would not let it."""
+
+    def __init__(self) -> None:
+        self._idle = list[SimpleQueue[tuple[Future[None], Callable[[], None]]]]()
+
+    def submit(self, function: Callable[[], None]) -> Future[None]:
+        if self._idle:
+            queue = self._idle.pop()
+        else:
+            queue = SimpleQueue()
+            threading.Thread(target=self._serve, args=(queue,), name="fullshard-wire", daemon=True).start()
+        future = Future[None]()
+        queue.put((future, function))
+        return future
+
+    def _serve(self, queue: SimpleQueue[tuple[Future[None], Callable[[], None]]]) -> None:
+        while True:
+            future, function = queue.get()
+            try:
+                function()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del future, function  # until the next one comes
+            self._idle.append(queue)
 
 
-os.register_at_fork(after_in_child=_workers.cache_clear)
+_threads = _Threads()
+os.register_at_fork(after_in_child=_threads.__init__)  # type: ignore[misc]
 
 
 def _cut(values: torch.Tensor, parcel: Parcel) -> Iterator[torch.Tensor]:
