@@ -169,6 +169,9 @@ class Gradients:
 
     def _limit_waiting(self, index: int) -> None:
         grad, views = self._waiting[index], self._views
+        if index in views.kept and len(self._waiting) > 1 and self._buffer.pool.is_host:
+            buffers = self._group.options.max_gradient_buffers or self._most_buffers
+            self._group.comm.reductions.wait_for_oldest(buffers - 1, buffers)  # or there are those of two groups
         self._waiting_bytes += self._nbytes[index]
         if self._waiting_bytes >= MOST_WAITING:
             self.copy_waiting()
