@@ -1,4 +1,4 @@
-"""Routes whose messages are encoded, against whole tensors: what arrives is as close as the encoding promises."""
+"""Routes with a wire (:mod:`fullshard.comm.encoded`) against whole tensors: as close as the encoding promises."""
 
 from __future__ import annotations
 

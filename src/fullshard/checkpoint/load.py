@@ -24,6 +24,7 @@ from fullshard.checkpoint.background import wait_until_finished
 from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError, without_collections
 from fullshard.checkpoint.contents import Contents, Parameters, cut_differently, load_optimizer, named, new_states
 from fullshard.checkpoint.dcp import with_dtensors, without_dtensors
+from fullshard.checkpoint.feedback import Lost, new_feedback
 from fullshard.checkpoint.fetch import Replica, find_replicas
 from fullshard.checkpoint.manifest import Location, checked_state, checked_step, few, number_of, step_of, steps_of
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
@@ -195,6 +196,7 @@ class Loading:
     other_values: dict[str, Any] = field(default_factory=dict)
     states: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
     sharded: dict[tuple[str | int, ...], Any] = field(default_factory=dict)
+    lost: Lost = field(default_factory=dict)
 
     def read(self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any]) -> None:
         """Reads everything on all ranks. What is not read directly into the model is kept for :meth:`apply`."""
@@ -232,6 +234,7 @@ class Loading:
             self.states = new_states(self.params, optimizer, self.checkpoint)
             self.params.collect_state(contents, self.states, everyone=True)
         contents.values.clear()
+        self.lost = new_feedback(self.params, contents, self.checkpoint)
         self._read_state(contents, state)
         self._compare(contents, optimizer)
         self.checkpoint.read(contents.targets(manifest.tensors.positions))
@@ -312,6 +315,8 @@ class Loading:
         """Applies what :meth:`read` kept: buffers, optimizer state and other objects' state. Returns the user's
         state."""
         self.params.load_other_values(self.other_values)
+        for group, chunks in self.lost.items():
+            group.gradients.load_lost(chunks)
         if optimizer is not None and self.has_optimizer:
             load_optimizer(self.params, optimizer, self.states, self.checkpoint, self.selection)
         for name, each in state.items():
