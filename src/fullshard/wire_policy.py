@@ -60,5 +60,12 @@ class WirePolicy:
         """Whether nothing is encoded."""
         return self.gather == self.reduce == "exact"
 
+    @property
+    def text(self) -> str:
+        """A line about what is encoded."""
+        kinds = [f"{kind} in {name}" for kind, name in (("gathers", self.gather), ("reductions", self.reduce))]
+        corrected = ", with error feedback" if self.error_feedback and self.reduce != "exact" else ""
+        return f"{', '.join(each for each in kinds if 'exact' not in each)} in blocks of {self.block}{corrected}"
+
 
 EXACT = WirePolicy()

@@ -17,7 +17,7 @@ from fullshard.buffer.plan import Plan, balance, make_plan
 from fullshard.buffer.sections import Section
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.encodings import encoding
-from fullshard.comm.transport import Direction, Transport, Wire
+from fullshard.comm.transport import DIRECTIONS, Direction, Transport, Wire
 from fullshard.device import is_host
 from fullshard.group.comm_context import CommContext
 from fullshard.group.mesh import DataMesh
@@ -144,6 +144,16 @@ class GroupContext:
         found = encoding(policy.gather if direction == "gather" else policy.reduce, policy.block)
         is_sent = outer or self.transport.private is self.transport
         return Wire(found, policy.min_numel) if found is not None and is_sent else None
+
+    @property
+    def wire_text(self) -> str:
+        """How messages are encoded, for people; empty if none are."""
+        texts = [
+            f"{(self.options.outer_wire if outer else self.options.wire).text}" + " between replicas" * outer
+            for outer in (False, True)
+            if any(self.wire(direction, outer) for direction in DIRECTIONS)
+        ]
+        return "; ".join(texts)
 
     @property
     def has_feedback(self) -> bool:

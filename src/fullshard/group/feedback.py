@@ -19,12 +19,24 @@ import torch
 import torch.distributed as dist
 
 from fullshard.buffer.messages import vectors, zero_copy_in
+from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import Section
 from fullshard.comm.transport import PLAIN_SUM, Feedback, Reduction, Transfer, Wire
 from fullshard.comm.waits import waiting
 from fullshard.group.context import GroupContext
 from fullshard.group.gradient_views import WholeViews
 from fullshard.group.reduction import Part, ReductionPlan
+
+_DTYPE = torch.bfloat16
+
+
+def feedback_bytes(group: GroupContext, plans: Sequence[Plan]) -> int:
+    """Bytes that are kept for gradients with these plans, between replicas too."""
+    beside = zero_copy_in(plan for plan in plans if plan.is_messages)
+    numel = sum(plan.full_numel for plan in plans) + sum(each.numel for each in beside) * group.data.shard_size
+    between = group.options.outer_wire.error_feedback and group.wire("reduce", outer=True) is not None
+    numels = numel * group.has_feedback, sum(plan.shard_numel for plan in plans) * between
+    return sum(numels) * _DTYPE.itemsize
 
 
 class GradientFeedback:
@@ -41,6 +53,10 @@ class GradientFeedback:
     def has_lost(self) -> bool:
         """Whether something may have been lost: the same on all ranks of the group."""
         return self._lost is not None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory that it takes."""
+        return [] if self._lost is None else [*self._lost_by_full.values(), *self._lost.zero_copy.values()]
 
     def lay_out(self, views: WholeViews, sections: Sequence[Section], fulls: Sequence[torch.Tensor]) -> None:
         """Use the layout of gradients with these views in ``fulls`` from now on."""
@@ -64,7 +80,7 @@ class GradientFeedback:
     def _allocated(self) -> WholeViews:
         if self._lost is None:
             views, sections, fulls = self._layout
-            lost = [torch.zeros_like(full, dtype=torch.bfloat16) for full in fulls]
+            lost = [torch.zeros_like(full, dtype=_DTYPE) for full in fulls]
             self._lost = type(views)(self._group.params, sections, lost)
             for index in views.kept:
                 self._lost.zero(index)
@@ -83,8 +99,8 @@ class GradientFeedback:
     def _put_loaded(self, wire: Wire, parts: Sequence[Part], replica_parts: Sequence[Part]) -> None:
         """Put what was loaded for the parameters of a reduction in the place of this rank's own part."""
         assert wire.feedback is not None
-        data, plans, shards = self._group.data, [part.plan for part in parts], _shards(parts, torch.bfloat16)
-        given = _shards(replica_parts, torch.bfloat16) if replica_parts else shards
+        data, plans, shards = self._group.data, [part.plan for part in parts], _shards(parts, _DTYPE)
+        given = _shards(replica_parts, _DTYPE) if replica_parts else shards
         for index, chunk in _chunks(replica_parts or parts, given):
             loaded = self._loaded.pop(index, None)
             if loaded is not None and (replica_parts or data.replicate_rank == 0):  # replicas have the same
@@ -107,7 +123,7 @@ class GradientFeedback:
         found, least = dict(self._loaded), self._group.options.wire.min_numel
         for index, chunk in () if plan is None else self._reduced(plan):
             if self._group.params[index].shape.numel() >= least:
-                found[index] = chunk.to(torch.bfloat16)
+                found[index] = chunk.to(_DTYPE)
         return found
 
     def _reduced(self, plan: ReductionPlan) -> Iterator[tuple[int, torch.Tensor]]:
