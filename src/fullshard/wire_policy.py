@@ -33,7 +33,8 @@ class WirePolicy:
             fp64, in complex numbers, in integers and in packed formats.
 
     Raises:
-        TypeError, ValueError: a field has a value other than these.
+        TypeError: ``error_feedback`` is not a bool.
+        ValueError: a field has another value than these.
 
     Ranks: each for itself, alike, which is checked when a module is sharded.
     """

@@ -325,7 +325,7 @@ class Gradients:
         for gap in self._gaps:
             gap.zero_()
         is_final = sums or (group.data.replicate_group is None and group.options.all_reduce_hook is None)
-        plan = self._plan_for(wanted, is_final)
+        plan = self._plans.get((wanted, is_final)) or self._plan_reduction(wanted, is_final)
         reductions, lane = group.comm.reductions, group.comm.lanes.reduce
         zero_copy = list(map(self._views.zero_copy.pop, plan.zero_copy))
         dropped = reductions, reductions.drops
@@ -348,18 +348,16 @@ class Gradients:
         if not self._arrived and self._module_params.trainable != self._trainable:
             self._lay_out(self._module_params.trainable)
         is_final = self._group.data.replicate_group is None and self._group.options.all_reduce_hook is None
-        return self.feedback.summed(self._plan_for(self._trained, is_final))
+        plan = self._plans.get((self._trained, is_final)) or self._plan_reduction(self._trained, is_final)
+        return self.feedback.summed(plan)
 
     def load_lost(self, chunks: Mapping[int, torch.Tensor]) -> None:
         """Load what :meth:`lost` returned, perhaps on other ranks, in place of what there is."""
         self.feedback.load(chunks)
         self._plans.clear()
 
-    def _plan_for(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
-        """The plan of a reduction of these parameters. Usually every step has the same."""
-        return self._plans.get((wanted, is_final)) or self._plan_reduction(wanted, is_final)
-
     def _plan_reduction(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
+        """Make the plan of a reduction of these parameters. Usually every step has the same."""
         group, parts, own = self._group, list[Part](), list[Part]()
         sums = is_final and group.data.replicate_group is not None
         chosen = list[tuple[Section, torch.Tensor, tuple[int, ...]]]()

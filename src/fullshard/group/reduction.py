@@ -94,6 +94,8 @@ class PendingReduction:
         if group.is_flat:  # all of the shard is shown, its padding too
             for part, output in zip(plan.parts, outputs, strict=True):
                 output[part.plan.owned_numel(group.data.shard_rank) :].zero_()
+        factor = group.options.divide_factor  # as in ``group.divisor``, which would be a call more in each step
+        divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
         if plan.route is None:
             transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, outputs, strict=False)]
             if plan.sums:
@@ -103,7 +105,7 @@ class PendingReduction:
             else:
                 over = group.reduce_process_group
                 plan.route = group.reduce_transport.reduce_route(transfers, over, group.tag, plan.wire)
-        self._pending = plan.route.start(outputs, Reduction(group.divisor, group.options.sum_only), *self._zero_copy)
+        self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._zero_copy)
         if plan.sums:
             self._outputs = [*outputs, *self._zero_copy]
         self._zero_copy = ()  # the started communication holds them, or the caller
