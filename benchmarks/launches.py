@@ -180,10 +180,10 @@ class Counts(Traffic):
 
         self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resized)
         self._patch.start()
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        super().__exit__(*raised)
         self._patch.stop()
 
     def __torch_dispatch__(

@@ -14,6 +14,7 @@ import argparse
 import os
 import random
 import time
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
@@ -30,18 +31,23 @@ from benchmarks.traffic import Traffic
 from fullshard import fully_shard
 
 DDP, REDUNDANT = "DDP", "DDP with ZeroRedundancyOptimizer"
-STAGES = {f"stage {stage}": stage for stage in range(4)}
+#: The options of ``fully_shard``, by the name of a contender.
+Options = Mapping[str, Mapping[str, Any]]
+STAGES: Options = {f"stage {stage}": {"zero_stage": stage} for stage in range(4)}
 _WARM_UP = 2
+
+#: By contender, the seconds of each of its steps, and the processor's.
+Turns = dict[str, tuple[list[float], list[float]]]
 
 
 class _Trainer:
     """One contender's model and optimizer, on this rank."""
 
-    def __init__(self, name: str, work: Work, optimizer: str) -> None:
+    def __init__(self, name: str, work: Work, optimizer: str, options: Options) -> None:
         self._work, model = work, work.build()
-        for module in (*model.blocks, model) if name in STAGES else ():
-            fully_shard(module, zero_stage=STAGES[name])
-        self.model: nn.Module = model if name in STAGES else DistributedDataParallel(model)
+        for module in (*model.blocks, model) if name in options else ():
+            fully_shard(module, **options[name])
+        self.model: nn.Module = model if name in options else DistributedDataParallel(model)
         make: Any = getattr(torch.optim, optimizer)
         if name == REDUNDANT:
             self._optimizer = ZeroRedundancyOptimizer(self.model.parameters(), make, lr=1e-3)
@@ -61,15 +67,24 @@ class _Trainer:
         return time.perf_counter() - begin
 
 
-def measure(work: Work, world_size: int, transport: str, optimizer: str, rounds: int) -> dict[str, dict[str, float]]:
-    """For each contender its wall and CPU time by those of DDP, and its bytes and memory by those of all parameters."""
-    os.environ["FULLSHARD_TRANSPORT"] = transport
-    turns = run_ranks(_take_turns, world_size, work, optimizer, rounds)
-    walls = {name: [max(each) for each in zip(*(rank[name][0] for rank in turns), strict=True)] for name in turns[0]}
-    cpus = {name: [sum(each) for each in zip(*(rank[name][1] for rank in turns), strict=True)] for name in turns[0]}
+def measure(
+    work: Work,
+    world_size: int,
+    optimizer: str,
+    rounds: int,
+    others: tuple[str, ...] = (DDP, REDUNDANT),
+    options: Options = STAGES,
+    run: Callable[..., list[Turns]] = run_ranks,
+) -> dict[str, dict[str, float]]:
+    """For each contender its wall and CPU time by those of DDP, and its bytes and memory by those of all parameters.
+    ``run`` runs the turns on ranks, as ``run_ranks`` does."""
+    names = *others, *options
+    turns = run(take_turns, world_size, work, optimizer, rounds, names, options)
+    walls = {name: [max(each) for each in zip(*(rank[name][0] for rank in turns), strict=True)] for name in names}
+    cpus = {name: [sum(each) for each in zip(*(rank[name][1] for rank in turns), strict=True)] for name in names}
     found: dict[str, dict[str, float]] = {}
-    for name in turns[0]:
-        alone = run_ranks(_count, world_size, name, work, optimizer)
+    for name in names:
+        alone = run_ranks(_count, world_size, name, work, optimizer, options)
         found[name] = {
             "wall": median(mine / ddp for mine, ddp in zip(walls[name], walls[DDP], strict=True)),
             "cpu": median(mine / ddp for mine, ddp in zip(cpus[name], cpus[DDP], strict=True)),
@@ -79,9 +94,10 @@ def measure(work: Work, world_size: int, transport: str, optimizer: str, rounds:
     return found
 
 
-def _take_turns(work: Work, optimizer: str, rounds: int) -> dict[str, tuple[list[float], list[float]]]:
-    trainers = {name: _Trainer(name, work, optimizer) for name in (DDP, REDUNDANT, *STAGES)}
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in trainers}
+def take_turns(work: Work, optimizer: str, rounds: int, names: tuple[str, ...], options: Options) -> Turns:
+    """Train all contenders on this rank, in an order that is shuffled anew in every round."""
+    trainers = {name: _Trainer(name, work, optimizer, options) for name in names}
+    found: Turns = {name: ([], []) for name in trainers}
     for number in range(rounds + _WARM_UP):
         for name in random.Random(number).sample([*trainers], len(trainers)):
             begin = time.process_time()
@@ -92,10 +108,10 @@ def _take_turns(work: Work, optimizer: str, rounds: int) -> dict[str, tuple[list
     return found
 
 
-def _count(name: str, work: Work, optimizer: str) -> tuple[float, float]:
+def _count(name: str, work: Work, optimizer: str, options: Options) -> tuple[float, float]:
     """Bytes that this rank sends in a step, and those that it holds before the optimizer's."""
     before, held = resident.bytes_allocated(), list[float]()
-    trainer = _Trainer(name, work, optimizer)
+    trainer = _Trainer(name, work, optimizer, options)
     for number in range(_WARM_UP):
         trainer.step(number)
     with Traffic() as traffic:
@@ -113,10 +129,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
     given = parser.parse_args()
     work = TINY if given.quick else COMMUNICATION
-    found = measure(work, given.ranks, given.transport, given.optimizer, given.rounds)
-    print(
-        f"{given.ranks} ranks, {given.transport}, {given.optimizer}; wall and CPU time in those of DDP, the rest in P"
+    os.environ["FULLSHARD_TRANSPORT"] = given.transport
+    print_table(
+        measure(work, given.ranks, given.optimizer, given.rounds), given.ranks, given.transport, given.optimizer
     )
+
+
+def print_table(found: Mapping[str, Mapping[str, float]], ranks: int, how: str, optimizer: str) -> None:
+    """Print what was measured."""
+    print(f"{ranks} ranks, {how}, {optimizer}; wall and CPU time in those of DDP, the rest in P")
     print(f"{'':<34}{'wall':>8}{'CPU':>8}{'bytes':>8}{'memory':>8}")
     for name, each in found.items():
         print(f"{name:<34}" + "".join(f"{each[key]:>8.2f}" for key in ("wall", "cpu", "bytes", "memory")))

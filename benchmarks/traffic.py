@@ -6,9 +6,11 @@ carried is read from the kernel's counters, and says what really travelled, head
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -74,6 +76,22 @@ class Traffic(TorchDispatchMode):
         self.asked = 0.0
         self.gathered = 0
         self.unknown: set[str] = set()
+
+    def __enter__(self) -> Self:
+        owner, send = threading.get_ident(), dist.ProcessGroup.send
+
+        def count(group: Any, tensors: Any, *rest: Any) -> Any:
+            if threading.get_ident() != owner:  # which no mode of this thread sees
+                self.asked += nbytes(tensors)
+            return send(group, tensors, *rest)
+
+        self._restore = partial(setattr, dist.ProcessGroup, "send", dist.ProcessGroup.__dict__["send"])
+        setattr(dist.ProcessGroup, "send", count)  # noqa: B010
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._restore()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -750,6 +750,48 @@ MUTATIONS = (
         "",
         "tests/optim/test_steps.py::test_a_model_that_is_sharded_after_a_step_is_found",
     ),
+    Mutation(
+        "optim/local_steps.py",
+        "every * (k + 1) // fragments % every",
+        "0",
+        "tests/optim/test_local_steps.py::test_replicas_train_as_in_one_process",
+    ),
+    Mutation(
+        "optim/local_steps.py",
+        "fragment.differs = True",
+        "pass",
+        "tests/optim/test_local_steps.py::test_replicas_that_differ_are_not_saved",
+    ),
+    Mutation(
+        "optim/steps.py",
+        "    refuse_uncounted(optimizer, groups)\n",
+        "",
+        "tests/optim/test_local_steps.py::test_steps_that_nobody_counts_are_refused",
+    ),
+    Mutation(
+        "optim/meeting.py",
+        "Reduction(self._process_group.size())",
+        "Reduction()",
+        "tests/optim/test_local_steps.py::test_replicas_train_as_in_one_process",
+    ),
+    Mutation(
+        "optim/meeting.py",
+        "        self._mark.wait()\n",
+        "",
+        "tests/optim/test_local_steps.py::test_meetings_are_ordered_on_a_device",
+    ),
+    Mutation(
+        "checkpoint/contents.py",
+        "if replica else {}",
+        "if False else {}",
+        "tests/optim/test_local_steps.py::test_a_resumed_training_goes_on_as_an_uninterrupted_one",
+    ),
+    Mutation(
+        "optim/grad_scaler.py",
+        " if group not in apart",
+        "",
+        "tests/optim/test_local_steps.py::test_a_replica_skips_steps_for_itself",
+    ),
     # messages between ranks
     Mutation(
         "comm/point_to_point.py",

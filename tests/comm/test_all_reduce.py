@@ -102,3 +102,29 @@ def test_runs_of_neighbours_travel_together(world: World) -> None:
             sum_route(transport, [Transfer(plan, full, shard)], group, 3, CPU).start([shard]).finish()
     starts = PLAN.full_offsets
     assert calls == [starts[2] + 40, 21, 40]
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_only_what_others_add_up_lies_in_shared_memory(world: World, dtype: torch.dtype) -> None:
+    """Parameters 1 and 2 are tensors beside the buffer, which become their sums."""
+    group = dist.group.WORLD
+    assert group is not None
+    transport = select_transport(group, CPU)
+    full = transport.allocate(PLAN.full_numel * dtype.itemsize, CPU).view(dtype)
+    plans = [PLAN.select([index]) for index in range(3)]
+    shards = [torch.empty(plan.shard_numel, dtype=dtype) for plan in plans]
+    route = sum_route(transport, list(map(Transfer, plans, [full] * 3, shards)), group, 3, CPU)
+    total = sum(rank + 1 for rank in range(world.size))
+    for factor in (1, 2):
+        full.fill_(torch.nan)
+        full[:21] = values(world.rank, 21, dtype) * factor
+        beside = [values(world.rank, numel, dtype) * factor for numel in (5, 40)]
+        pending = route.start(shards[:1], Reduction(2.0), *beside)
+        assert int(full[48:88].isnan().sum()) == -(-40 // world.size) - (world.rank == 2) * 2, "its own part"
+        pending.finish()
+        assert isinstance(pending, StillRead)
+        pending.wait()
+        for found, numel in zip((shards[0], *beside), (21, 5, 40), strict=True):
+            assert torch.equal(found[:numel], (values(0, numel, torch.float64) * total * factor / 2).to(dtype))
+    dist.barrier()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -229,3 +231,20 @@ def test_a_route_knows_what_it_sends(world: World, transport_name: str, name: En
         transport.reduce_route(transfers, group(), 1, wire(name, transfers, 16384)),
     ):
         assert route.sent <= most * 2 * 1024 * 1024 + 4096
+
+
+@ranks(2)
+@each_transport
+def test_a_route_keeps_nothing_that_a_start_brings(world: World, transport_name: str) -> None:
+    case = Case("even", (Section(torch.float32, (((512, 64), 0),)),))
+    transfers = transfers_of(case, 2)
+    fill_fulls(case, transfers, world.rank)
+    shard = torch.empty_like(transfers[0].shard)
+    gone = weakref.ref(shard.untyped_storage())
+    given = [transfers[0]._replace(shard=shard)]
+    route = TRANSPORTS[transport_name]().reduce_route(given, group(), 1, wire("int8", transfers))
+    route.start([shard], Reduction(2)).finish()
+    del given, shard
+    gc.collect()
+    assert gone() is None
+    route.start([transfers[0].shard], Reduction(2)).finish()

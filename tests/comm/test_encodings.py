@@ -35,7 +35,7 @@ def made(name: EncodingName, block: int) -> Encoding:
 
 def encoded(of: Encoding, values: torch.Tensor) -> torch.Tensor:
     out = torch.zeros(of.nbytes(values.numel()), dtype=torch.uint8)
-    of.encode(values.clone(), out)
+    of.encode(values, out, torch.empty_like(values))
     return out
 
 
@@ -49,7 +49,7 @@ def by_any_path(of: Encoding, values: torch.Tensor) -> torch.Tensor:
     out = encoded(of, values)
     finite = values.nan_to_num(0.0, 0.0, 0.0).abs().amax()
     factor = 1 / float(out[-16:-12].view(torch.float32)) if finite > 0 else 1.0
-    of._encode_any((values * factor).view(-1, of.block), of._rows(out, values.numel()))
+    of.encode_any((values * factor).view(-1, of.block), of.rows(out, values.numel()))
     return out
 
 
@@ -152,8 +152,8 @@ def test_what_kernels_encode_devices_decode_to_the_same_bits(name: EncodingName,
     of, generator = made(name, block), torch.Generator().manual_seed(0)
     for exponent in range(-30, 30, 5):
         values = torch.randn(40 * block, generator=generator) * 10.0**exponent
-        rows = of._rows(encoded(of, values), values.numel())
-        assert torch.equal(of._decode(rows), of._decode_any(rows))
+        rows = of.rows(encoded(of, values), values.numel())
+        assert torch.equal(of._decode(rows), of.decode_any(rows))
 
 
 @each_block
@@ -163,7 +163,7 @@ def test_devices_encode_as_kernels_do(name: EncodingName, block: int, codes: int
     of, generator = made(name, block), torch.Generator().manual_seed(0)
     for exponent in range(-30, 30, 5):
         values = torch.randn(40 * block, generator=generator) * 10.0**exponent
-        rows, other = (of._rows(data, values.numel()) for data in (encoded(of, values), by_any_path(of, values)))
+        rows, other = (of.rows(data, values.numel()) for data in (encoded(of, values), by_any_path(of, values)))
         assert torch.equal(of._scales(rows), of._scales(other))
         if isinstance(of, type(made("fp8", 8))):
             assert torch.equal(rows, other)
@@ -194,6 +194,17 @@ def test_decoded_numbers_are_added_with_their_factor(factor: float | torch.Tenso
     total = torch.ones(4)
     add_scaled(total, torch.arange(4.0), factor)
     assert total.tolist() == [1.0, 1.25, 1.5, 1.75]
+
+
+@each_encoding
+def test_numbers_stay_as_they_are_while_they_are_encoded(name: EncodingName) -> None:
+    of, values = made(name, 8), torch.randn(80, generator=torch.Generator().manual_seed(0))
+    before, out = values.clone(), torch.zeros(of.nbytes(80), dtype=torch.uint8)
+    is_finite = of.encode(values, out, torch.empty_like(values))
+    assert torch.equal(values, before)
+    values[3] = math.nan
+    assert not of.encode(values, out, torch.empty_like(values))
+    assert is_finite == (name != "bf16"), "which is not looked for in bf16"
 
 
 def test_exact_is_no_encoding() -> None:

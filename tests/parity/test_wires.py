@@ -62,13 +62,12 @@ class ReferenceWire:
         is_large = part.numel() >= max(1, self.policy.min_numel // self.size)
         return of if of is not None and is_large and of.saves(part.dtype) else None
 
-    def _through(self, of: Encoding, part: Tensor, lost: Tensor | float = 0) -> Tensor:
-        """A part as it arrives. The last block is filled up with its last number, before anything is added."""
+    def _through(self, of: Encoding, part: Tensor) -> Tensor:
+        """A part as it arrives. The last block is filled up with its last number."""
         values = part.float().reshape(-1)
         values = torch.cat([values, values[-1:].expand(-len(values) % of.block)])
-        values[: part.numel()] += lost.reshape(-1) if isinstance(lost, Tensor) else lost
         out = torch.zeros(of.nbytes(len(values)), dtype=torch.uint8)
-        of.encode(values, out)
+        of.encode(values, out, values)
         decoded, factor = of.decode(out, len(values))
         return (decoded * factor)[: part.numel()].view(part.shape)
 
@@ -96,10 +95,10 @@ class ReferenceWire:
         of = self._encoding(self.policy.reduce, part)
         if of is None:
             return part.float()
-        lost = self.lost.get(key, 0)
-        found = self._through(of, part, lost)
+        given = part.float() + self.lost.get(key, 0)
+        found = self._through(of, given)
         if self.policy.error_feedback:
-            self.lost[key] = (part.float() + lost - found).bfloat16()
+            self.lost[key] = (given - found).bfloat16()
         return found
 
 

@@ -9,6 +9,7 @@ The names are those of ``torch.distributed.checkpoint.state_dict``, without any 
     wire_feedback.<name>                 what encodings have lost of a parameter's gradients, see WirePolicy
     state.<name>.<n>                     further state that users gave to save(), by name
     sharded.<name>.<path>                DTensors in that state
+    replicas.<r>.optimizer.state…        the same of replica r > 0, if replicas train apart
     <name>.<attribute>                   a tensor inside of a tensor subclass, if it is cut like the subclass
     <name>.<attribute>.[0:32,0:64]       the same if its shape differs: one tensor for each rank's part
 """
@@ -88,6 +89,18 @@ class Contents:
         copies = {name: layout.copies for name, (_, layout) in self.values.items()}
         names = {name for name, each in copies.items() if each.ranks == "all" or each.among < ranks}
         return sorted(names | {key for box in self.boxes if (key := box.key(ranks))})
+
+    def name_state_of(self, replica: int, replicas: int, or_first: bool = False) -> None:
+        """Names the optimizer state as that of one of several replicas that train apart; the first has the usual names,
+        which with ``or_first`` stay for replicas that a checkpoint lacks."""
+        for at, box in enumerate(self.boxes):
+            if box.names[0].startswith("optimizer.state."):
+                own = {f"replicas.{replica}.{name}": name for name in box.names} if replica else {}
+                self.paths |= {new: ("replicas", replica, *self.paths[name]) for new, name in own.items()}
+                names = (*own, *box.names) if or_first else (*own,) or box.names
+                apart = box.copies.size // replicas  # the replicas are the first dim of the mesh
+                copies = box.copies._replace(number=box.copies.number % apart, size=apart)
+                self.boxes[at] = box._replace(names=names, copies=copies)
 
     def _add_inner(self, paths: list[Path], local: Any, layout: Layout) -> None:
         """Adds the inner tensors of a subclass. The one with the shape and dtype of the subclass gets its name."""

@@ -31,6 +31,7 @@ from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.reader import Checkpoint, list_checkpoints, newest_first
 from fullshard.checkpoint.selection import Item, Selection
 from fullshard.checkpoint.storage import located
+from fullshard.optim.local_steps import replica_of
 from fullshard.policies import warn
 from fullshard.wrapper.flat import FlatParameter
 
@@ -233,6 +234,8 @@ class Loading:
                     )
             self.states = new_states(self.params, optimizer, self.checkpoint)
             self.params.collect_state(contents, self.states, everyone=True)
+            if (replica := replica_of(model)) is not None:
+                contents.name_state_of(*replica, or_first=True)
         contents.values.clear()
         self.lost = new_feedback(self.params, contents, self.checkpoint)
         self._read_state(contents, state)

@@ -58,6 +58,7 @@ from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.removal import remove_older
 from fullshard.checkpoint.replicas import Hosts, Sent
 from fullshard.checkpoint.storage import Partial, Storage, located, storage_of
+from fullshard.optim.local_steps import refuse_mixture, replica_of
 from fullshard.policies import warn
 from fullshard.report.metrics import Metrics
 from fullshard.report.text import bytes_of, bytes_text, quantity_text, seconds_text
@@ -127,6 +128,7 @@ def save(
         ValueError: ``keep_last`` is less than 1 or given with ``keep``, ``keep`` is empty, ``step`` is less than 0,
             ``memory_budget_bytes`` is no size, ``replicas`` is given without ``step``, ``directory`` has a name such as
             ``step-00000010``, or a name in ``state`` is "step" or has a dot.
+        RuntimeError: replicas have trained apart since their last meeting (``optim.LocalSteps``).
         TypeError: ``step`` is not an integer, ``keep`` is not a list of policies, or ``metrics`` is not a dict of
             numbers.
 
@@ -267,6 +269,7 @@ class _Writing:
         self, contents: Contents, user_state: dict[str, bytes], model: nn.Module, optimizer: Optimizer | None,
         state: Mapping[str, Any],
     ) -> None:  # fmt: skip
+        refuse_mixture(model)
         params = Parameters(model)
         collect_feedback(params, contents)  # first: it communicates, and no rank may have failed before
         params.collect(contents, self.manifest.frozen)
@@ -275,6 +278,8 @@ class _Writing:
             self.buffers.add(f"model.{name}")
         if optimizer is not None:
             params.collect_state(contents, optimizer.state)
+            if (replica := replica_of(model)) is not None:
+                contents.name_state_of(*replica)
             params.collect_options(contents, optimizer)
         for name, value in state.items():
             found: dict[tuple[str | int, ...], Any] = {}

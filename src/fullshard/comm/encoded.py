@@ -4,7 +4,7 @@ What goes from one rank to another is a *letter*: parcels of encoded numbers, an
 Owns the layout of letters, and when they are encoded, decoded and added up. It leaves to a :class:`Mail` of the
 transport how bytes travel, and to :mod:`fullshard.comm.encodings` what they mean::
 
-    letter    parcel 0 | parcel 1 | ... | exact parts      sent in messages of a few parcels, as soon as these are there
+    letter    parcel 0 | parcel 1 | ... | exact parts       each parcel is sent as soon as it is encoded
 
     gather    shard ─▶ letter to all ─▶ full buffers of all; this rank decodes its own letter too
     reduce    gradients + what was lost before ─▶ a letter to each owner; what it loses is kept for the next step
@@ -13,10 +13,14 @@ transport how bytes travel, and to :mod:`fullshard.comm.encodings` what they mea
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 import torch
@@ -26,12 +30,15 @@ from fullshard.buffer.plan import Piece, Plan
 from fullshard.buffer.sections import align
 from fullshard.buffer.slots import SHARED
 from fullshard.comm.encodings import Encoding, add_scaled
-from fullshard.comm.sums import BLOCK, Sum, blocks, check_summable, divide_, scratch_bytes
+from fullshard.comm.sums import Sum, blocks, check_summable, divide_, scratch_bytes
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Wire, alias
+from fullshard.comm.waits import WAITS, Wait
 from fullshard.device import Pending
-from fullshard.torch_private import foreach_copy
+from fullshard.torch_private import Tensors, foreach_copy
 
-_PARCELS = 4  # in a message: a message costs about 30 us on either side, and the other rank is to begin early
+#: Numbers of a parcel, which is a message. Encoding takes 0.8 of the time that it takes in parcels of a quarter, whose
+#: calls cost more; larger ones leave the caches, and let the other rank wait.
+PARCEL = 2**19
 
 Span = tuple[int, int]  # where something begins and ends, in bytes
 
@@ -54,7 +61,7 @@ class Letter(NamedTuple):
     @property
     def messages(self) -> list[Span]:
         """The parts in which it is sent."""
-        ends = [parcel.span[1] for parcel in self.parcels[_PARCELS - 1 :: _PARCELS]]
+        ends = [parcel.span[1] for parcel in self.parcels]
         return [(start, end) for start, end in pairwise([0, *ends, self.nbytes]) if start < end]
 
 
@@ -70,9 +77,9 @@ def write_letter(
     encoded = [
         each for each in every if not each.is_kept and each.numel >= least and encoding.saves(dtypes[each.section])
     ]
-    for part in [part for piece in encoded for part in blocks(piece)]:
+    for part in [part for piece in encoded for part in blocks(piece, PARCEL)]:
         size = -(-part.numel // encoding.block) * encoding.block
-        if pieces and numel + size > BLOCK:
+        if pieces and numel + size > PARCEL:
             parcels.append(Parcel(tuple(pieces), numel, (start, start + encoding.nbytes(numel))))
             pieces, numel, start = [], 0, start + encoding.nbytes(numel)
         pieces.append((part, numel))
@@ -102,6 +109,9 @@ class Post:
 class Mail(Protocol):
     """How the letters of an exchange travel. It is opened before they are written, and starts to receive."""
 
+    waits_for: Wait
+    runs_beside: bool  # whether letters may be written and read in another thread, in any order of exchanges
+
     def send(self, rank: int, span: Span) -> None:
         """A message to ``rank`` (in a gather, to all) is written."""
 
@@ -120,12 +130,8 @@ class EncodedRoute:
         direction, transfers, group, _, wire = request
         assert wire is not None
         self.wire: Wire = wire
-        self.open_mail, self.gathers, self.rank, self.size = (
-            open_mail,
-            direction == "gather",
-            group.rank(),
-            group.size(),
-        )
+        self.open_mail, self.gathers = open_mail, direction == "gather"
+        self.rank, self.size = group.rank(), group.size()
         if not self.gathers:
             check_summable(transfers)
         self.device, plans = transfers[0].full.device, [transfer.plan for transfer in transfers]
@@ -154,40 +160,33 @@ class EncodedRoute:
         self.sent = (self.size - 1) * nbytes[self.rank] if self.gathers else sum(sent)
         scratch = 0 if self.gathers else max(map(scratch_bytes, self.dtypes, self.shard_dtypes))
         #: Where parts of the staging begin: sums, a parcel, the letters received and those sent.
-        self.starts = [scratch, *accumulate([*received, *sent], initial=scratch + 4 * BLOCK)]
+        self.starts = [scratch, *accumulate([*received, *sent], initial=scratch + 4 * PARCEL)]
         self.staging = self.starts[-1]
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def start(
         self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
     ) -> Pending:
-        exchange = _Exchange(self, reduction.divisor)
-        if self.gathers:
-            exchange.write(self.rank, self._sources_of_gather)
-            for piece in self.own:
-                piece.of_full(self.fulls[piece.section]).copy_(piece.of_shard(self.shards[piece.section]))
+        shards = [*shards, *(shards[each.section][each.chunk] for each in self.zero_copy)]
+        exchange = _Exchange(self, shards, [*self.fulls, *zero_copy], reduction.divisor)
+        if exchange.mail.runs_beside:
+            exchange.running = _threads.submit(exchange.run)
         else:
-            exchange.shards = [*shards, *(shards[each.section][each.chunk] for each in self.zero_copy)]
-            exchange.fulls = [*self.fulls, *zero_copy]
-            for distance in range(1, self.size):
-                exchange.write((self.rank + distance) % self.size, exchange.gradient)
-        exchange.mail.close()
+            exchange.write()
         return exchange
-
-    def _sources_of_gather(self, piece: Piece) -> torch.Tensor:
-        return piece.of_shard(self.shards[piece.section])
 
 
 class _Exchange:
     """Letters on their way."""
 
-    def __init__(self, route: EncodedRoute, divisor: float) -> None:
-        self._route, self._divisor = route, divisor
-        self.shards = self.fulls = list[torch.Tensor]()
+    running: Future[None] | None = None  # all of it, in another thread
+
+    def __init__(
+        self, route: EncodedRoute, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], divisor: float
+    ) -> None:
+        self._route, self._shards, self._fulls, self._divisor = route, shards, fulls, divisor
         self._lease = lease = SHARED.lease(route.staging, route.device)
         scratch, *starts = route.starts
-        self._parcel = lease.view(torch.float32, scratch, (BLOCK,))
+        self._parcel = lease.view(torch.float32, scratch, (PARCEL,))
         letters = [lease.view(torch.uint8, start, (stop - start,)) for start, stop in pairwise(starts)]
         self._received, sent = letters[: route.size], letters[route.size :]
         if route.gathers:
@@ -196,57 +195,100 @@ class _Exchange:
         messages = [[] if rank == route.rank else route.letters[owner].messages for rank, owner in enumerate(owners)]
         bounds = starts[0], starts[route.size], starts[-1]
         inbox, outbox = (lease.view(torch.uint8, start, (stop - start,)) for start, stop in pairwise(bounds))
-        self._sent, self.mail = (
-            sent,
-            route.open_mail(Post(route.gathers, sent, self._received, messages, outbox, inbox)),
-        )
+        self._sent = sent
+        self.mail = route.open_mail(Post(route.gathers, sent, self._received, messages, outbox, inbox))
 
-    def gradient(self, piece: Piece) -> torch.Tensor:
-        return piece.of_full(self.fulls[piece.section])
+    def finish(self) -> None:
+        WAITS.current = self.mail.waits_for
+        WAITS.count += 1
+        try:
+            if self.running is not None:
+                self.running.result()
+            else:
+                self._read()
+        finally:
+            WAITS.current = None
+        self._lease.give_back()
 
-    def _fill(self, parcel: Parcel, source: Callable[[Piece], torch.Tensor]) -> torch.Tensor:
-        """The numbers of a parcel in scratch memory. What is left of a block repeats the last number before it."""
+    def run(self) -> None:
+        self.write()
+        self._read()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write the letters, and send them."""
+        route = self._route
+        if route.gathers:
+            self._write(route.rank)
+            for piece in route.own:
+                piece.of_full(self._fulls[piece.section]).copy_(piece.of_shard(route.shards[piece.section]))
+        else:
+            for distance in range(1, route.size):
+                self._write((route.rank + distance) % route.size)
+        self.mail.close()
+
+    def _source(self, piece: Piece) -> torch.Tensor:
+        """Where this rank has a piece that it sends."""
+        shards = self._route.shards
+        return piece.of_shard(shards[piece.section]) if shards else piece.of_full(self._fulls[piece.section])
+
+    def _fill(self, parcel: Parcel, lost: Tensors = ()) -> torch.Tensor:
+        """The numbers of a parcel in scratch memory, with what was ``lost`` before. What is left of a block repeats the
+        last number before it."""
+        sources = [self._source(piece) for piece, _ in parcel.pieces]
         values, block = self._parcel[: parcel.numel], self._route.wire.encoding.block
-        foreach_copy([*_cut(values, parcel)], [source(piece) for piece, _ in parcel.pieces])
+        if lost:
+            foreach_copy([*_cut(values, parcel)], lost)
+            for each, source in zip(_cut(values, parcel), sources, strict=True):
+                each.add_(source)
+        else:
+            foreach_copy([*_cut(values, parcel)], sources)
         for piece, start in parcel.pieces:
             end = start + piece.numel
             if end % block:
                 values[end : end + -end % block] = values[end - 1]
         return values
 
-    def write(self, owner: int, source: Callable[[Piece], torch.Tensor]) -> None:
+    def _write(self, owner: int) -> None:
         """Write the letter with the parts of ``owner``, and send it."""
         route, letter, out = self._route, self._route.letters[owner], self._sent[owner]
         feedback, encoding = route.wire.feedback, route.wire.encoding
         ready = list(letter.messages)
         for piece, start in letter.exact:
             part = out[start : start + piece.numel * route.dtypes[piece.section].itemsize]
-            part.view(route.dtypes[piece.section]).view(piece.shape).copy_(source(piece))
+            part.view(route.dtypes[piece.section]).view(piece.shape).copy_(self._source(piece))
         for parcel in letter.parcels:
-            values, encoded = self._fill(parcel, source), out[slice(*parcel.span)]
-            lost = (
-                [] if feedback is None else [piece.of_full(feedback.lost[piece.section]) for piece, _ in parcel.pieces]
+            lost = [piece.of_full(feedback.lost[piece.section]) for piece, _ in parcel.pieces] if feedback else []
+            encoded, scratch = out[slice(*parcel.span)], self._parcel[: parcel.numel]
+            is_finite = encoding.encode(
+                self._values(parcel) if not lost else self._fill(parcel, lost), encoded, scratch
             )
-            for each, before in zip(_cut(values, parcel), lost, strict=False):
-                each.add_(before)
-            encoding.encode(values, encoded)
+            self.mail.send(owner, ready.pop(0))
             if route.gathers or lost:
                 decoded, inverse = encoding.decode(encoded, parcel.numel)
             if route.gathers:
                 for (piece, _), each in zip(parcel.pieces, _cut(decoded, parcel), strict=True):
-                    torch.mul(each, inverse, out=piece.of_full(route.fulls[piece.section]))
+                    torch.mul(each, inverse, out=piece.of_full(self._fulls[piece.section]))
             elif lost:
-                values.sub_(decoded).mul_(inverse).nan_to_num_(0.0, 0.0, 0.0)  # an infinity is not to stay for ever
-                foreach_copy(lost, [*_cut(values, parcel)])
-            if ready[0][1] <= parcel.span[1]:
-                self.mail.send(owner, ready.pop(0))
+                scratch.sub_(decoded).mul_(inverse)
+                if not is_finite:
+                    scratch.nan_to_num_(0.0, 0.0, 0.0)  # an infinity is not to stay for ever
+                foreach_copy(lost, [*_cut(scratch, parcel)])
         for message in ready:
             self.mail.send(owner, message)
 
+    def _values(self, parcel: Parcel) -> torch.Tensor:
+        """The numbers of a parcel, where they lie if that is one run of them."""
+        (piece, _), *others = parcel.pieces
+        source = self._source(piece)
+        is_run = not others and source.dtype == torch.float32 and source.numel() == parcel.numel
+        return source if is_run and source.is_contiguous() else self._fill(parcel)
+
     @torch.inference_mode(False)
     @torch.no_grad()
-    def finish(self) -> None:
-        """Decode what came."""
+    def _read(self) -> None:
+        """Decode the letters that come."""
         self.mail.wait()
         route, encoding = self._route, self._route.wire.encoding
         for rank, letter in enumerate(route.letters) if route.gathers else ():
@@ -255,12 +297,11 @@ class _Exchange:
             for parcel in letter.parcels:
                 values, factor = encoding.decode(self._received[rank][slice(*parcel.span)], parcel.numel)
                 for (piece, _), each in zip(parcel.pieces, _cut(values, parcel), strict=True):
-                    torch.mul(each, factor, out=piece.of_full(route.fulls[piece.section]))
+                    torch.mul(each, factor, out=piece.of_full(self._fulls[piece.section]))
             for piece, start in letter.exact:
-                piece.of_full(route.fulls[piece.section]).copy_(self._exact(rank, piece, start))
+                piece.of_full(self._fulls[piece.section]).copy_(self._exact(rank, piece, start))
         if not route.gathers:
             self._add_up(route.letters[route.rank])
-        self._lease.give_back()
 
     def _exact(self, rank: int, piece: Piece, start: int) -> torch.Tensor:
         """A piece that came as it is."""
@@ -272,7 +313,7 @@ class _Exchange:
         route, encoding, feedback = self._route, self._route.wire.encoding, self._route.wire.feedback
         others = [rank for rank in range(route.size) if rank != route.rank]
         for parcel in letter.parcels:
-            total = self._fill(parcel, self.gradient)
+            total = self._fill(parcel)
             if feedback is not None and feedback.is_loaded:
                 for (piece, _), each in zip(parcel.pieces, _cut(total, parcel), strict=True):
                     each.add_(own := piece.of_full(feedback.lost[piece.section]))
@@ -280,9 +321,8 @@ class _Exchange:
             for rank in others:
                 add_scaled(total, *encoding.decode(self._received[rank][slice(*parcel.span)], parcel.numel))
             divide_(total, self._divisor)
-            foreach_copy(
-                [piece.of_shard(self.shards[piece.section]) for piece, _ in parcel.pieces], [*_cut(total, parcel)]
-            )
+            targets = [piece.of_shard(self._shards[piece.section]) for piece, _ in parcel.pieces]
+            foreach_copy(targets, [*_cut(total, parcel)])
         if feedback is not None:
             feedback.is_loaded = False
         for piece, start in letter.exact:
@@ -290,10 +330,44 @@ class _Exchange:
             for block in blocks(piece):
                 at = start + (block.shard_start - piece.shard_start) * dtypes[0].itemsize
                 terms = [
-                    self.gradient(block) if rank == route.rank else self._exact(rank, block, at)
+                    self._source(block) if rank == route.rank else self._exact(rank, block, at)
                     for rank in range(route.size)
                 ]
-                Sum(block, terms, *dtypes, self._lease).write(self.shards, self._divisor)
+                Sum(block, terms, *dtypes, self._lease).write(self._shards, self._divisor)
+
+
+class _Threads:
+    """Threads that write and read letters beside the training, one for each exchange that is under way: none waits for
+    another's letters. A program may end while they wait, which a pool of the standard library would not let it."""
+
+    def __init__(self) -> None:
+        self._idle = list[SimpleQueue[tuple[Future[None], Callable[[], None]]]]()
+
+    def submit(self, function: Callable[[], None]) -> Future[None]:
+        if self._idle:
+            queue = self._idle.pop()
+        else:
+            queue = SimpleQueue()
+            threading.Thread(target=self._serve, args=(queue,), name="fullshard-wire", daemon=True).start()
+        future = Future[None]()
+        queue.put((future, function))
+        return future
+
+    def _serve(self, queue: SimpleQueue[tuple[Future[None], Callable[[], None]]]) -> None:
+        while True:
+            future, function = queue.get()
+            try:
+                function()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del future, function  # until the next one comes
+            self._idle.append(queue)
+
+
+_threads = _Threads()
+os.register_at_fork(after_in_child=_threads.__init__)  # type: ignore[misc]
 
 
 def _cut(values: torch.Tensor, parcel: Parcel) -> Iterator[torch.Tensor]:

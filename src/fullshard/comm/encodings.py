@@ -54,49 +54,56 @@ class Encoding:
         """Whether numbers of a dtype take fewer bytes when they are encoded."""
         return dtype.is_floating_point and 2 <= dtype.itemsize <= 4 and self._row < self.block * dtype.itemsize
 
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+    def encode(self, values: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> bool:
         """Encode a parcel, without a synchronization if it is on a device.
 
         Args:
-            values: fp32, 1-D. They are multiplied by the power of two.
+            values: fp32, 1-D.
             out: uint8, 1-D, of :meth:`nbytes`, starting on a 4-byte boundary.
+            scratch: like ``values``, and perhaps these: for the numbers multiplied by the power of two.
+
+        Returns:
+            whether it is known that all numbers are finite.
         """
-        blocks, rows = values.view(-1, self.block), self._rows(out, values.numel())
+        blocks, rows = scratch.view(-1, self.block), self.rows(out, values.numel())
         tail = out[-_TAIL : -_TAIL + 4].view(torch.float32)
         largest = torch.maximum(values.amax(), -values.amin())
         if not is_host(values.device):
             largest = torch.where(largest.isfinite(), largest, _finite(values).abs().amax())
             exponent = (self._exponent - torch.frexp(largest)[1]).clamp(-_MOST, _MOST)
             by = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
-            values.mul_(by)
+            torch.mul(values, by, out=scratch)
             tail.copy_(1 / by)
-            self._encode_any(blocks, rows)
-            return
+            self.encode_any(blocks, rows)
+            return False
         highest = float(largest)
-        is_odd = None if math.isfinite(highest) else ~blocks.isfinite().all(1)
-        if is_odd is not None:
+        is_finite = math.isfinite(highest)
+        if not is_finite:
             highest = float(_finite(values).abs().amax())
         factor = 2.0 ** max(-_MOST, min(_MOST, self._exponent - math.frexp(highest)[1])) if highest > 0 else 1.0
-        values.mul_(factor)
+        torch.mul(values, factor, out=scratch)
         tail.fill_(1 / factor)
         self._encode(blocks, rows)
-        if is_odd is not None:
+        if not is_finite:
+            is_odd = ~blocks.isfinite().all(1)
             odd = rows[is_odd]
-            self._encode_any(blocks[is_odd], odd)
+            self.encode_any(blocks[is_odd], odd)
             rows[is_odd] = odd
+        return is_finite
 
     def decode(self, encoded: torch.Tensor, numel: int) -> tuple[torch.Tensor, Factor]:
         """The numbers of a parcel, fp32 and 1-D, and the power of two by which to multiply them."""
-        rows, by = self._rows(encoded, numel), encoded[-_TAIL : -_TAIL + 4].view(torch.float32)
+        rows, by = self.rows(encoded, numel), encoded[-_TAIL : -_TAIL + 4].view(torch.float32)
         if not is_host(encoded.device):
-            return self._decode_any(rows).view(-1), by
+            return self.decode_any(rows).view(-1), by
         blocks, scales = self._decode(rows), self._scales(rows)[:, 0]
         if float(scales.amin()) < 0:
             is_odd = scales < 0
-            blocks[is_odd] = self._decode_any(rows[is_odd])
+            blocks[is_odd] = self.decode_any(rows[is_odd])
         return blocks.view(-1), float(by)
 
-    def _rows(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
+    def rows(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
+        """The blocks of a parcel, as bytes."""
         return encoded[: numel // self.block * self._row].view(-1, self._row)
 
     def _bytes_of_block(self) -> int:
@@ -108,17 +115,17 @@ class Encoding:
 
     def _encode(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
         """Encode finite numbers on the CPU."""
-        self._encode_any(blocks, rows)
+        self.encode_any(blocks, rows)
 
     def _decode(self, rows: torch.Tensor) -> torch.Tensor:
         """Decode them."""
-        return self._decode_any(rows)
+        return self.decode_any(rows)
 
-    def _encode_any(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+    def encode_any(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
         """Encode any numbers on any device."""
         raise NotImplementedError
 
-    def _decode_any(self, rows: torch.Tensor) -> torch.Tensor:
+    def decode_any(self, rows: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
 
@@ -147,7 +154,7 @@ class _Integers(Encoding):
         decoded: torch.Tensor = getattr(torch.ops.quantized, f"embedding_bag_{self._kernel}_unpack")(rows)
         return decoded
 
-    def _encode_any(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+    def encode_any(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
         finite = blocks.isfinite()
         is_odd, scales = ~finite.all(1, keepdim=True), self._scales(rows)
         scales[:, 1:] = _finite(blocks.where(finite, math.inf).amin(1, keepdim=True))
@@ -163,7 +170,7 @@ class _Integers(Encoding):
             codes = torch.where(mark, code, codes)
         self._set_codes(rows, codes.to(torch.uint8))
 
-    def _decode_any(self, rows: torch.Tensor) -> torch.Tensor:
+    def decode_any(self, rows: torch.Tensor) -> torch.Tensor:
         codes, (scale, low) = self._codes(rows).float(), self._scales(rows).float().split(1, 1)
         is_odd = scale < 0
         blocks = torch.addcmul(low, codes - torch.where(is_odd, _MARKS, 0), scale.abs())
@@ -222,7 +229,7 @@ class Fp8(Encoding):
         bits = rows[:, : self.block].view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
         return bits.view(torch.float16).float().mul_(self._scales(rows) * 256)
 
-    def _encode_any(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
+    def encode_any(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
         finite, is_odd = _finite(blocks), ~blocks.isfinite().all(1, keepdim=True)
         self._encode(finite, rows)
         scale = self._scale(finite, torch.float8_e5m2)
@@ -230,7 +237,7 @@ class Fp8(Encoding):
         rows[:, : self.block] = torch.where(is_odd, codes, rows[:, : self.block])
         self._scales(rows).copy_(torch.where(is_odd, -scale, self._scales(rows)))
 
-    def _decode_any(self, rows: torch.Tensor) -> torch.Tensor:
+    def decode_any(self, rows: torch.Tensor) -> torch.Tensor:
         scale, codes = self._scales(rows), rows[:, : self.block]
         odd = codes.contiguous().view(torch.float8_e5m2).float() * -scale
         return torch.where(scale < 0, odd, self._decode(rows))
@@ -242,8 +249,11 @@ class Bf16(Encoding):
     def _bytes_of_block(self) -> int:
         return 2 * self.block
 
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+    def encode(self, values: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> bool:
+        if values is not scratch:
+            scratch.copy_(values)
         out[: 2 * values.numel()].view(torch.bfloat16).copy_(values)
+        return False
 
     def decode(self, encoded: torch.Tensor, numel: int) -> tuple[torch.Tensor, Factor]:
         return encoded[: 2 * numel].view(torch.bfloat16).float(), 1.0

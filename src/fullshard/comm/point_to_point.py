@@ -70,7 +70,7 @@ class PointToPointTransport(Transport):
     def _route(self, request: Request) -> Route:
         """Low precision is added in fp32, in the order of ranks, so that the result depends on no timing."""
         if request.wire is not None:
-            return EncodedRoute(request, partial(_PairMail, request))
+            return EncodedRoute(request, partial(_PairMail, request._replace(transfers=())))
         fulls = [transfer.full for transfer in request.transfers]
         exact = request.direction == "gather" or all(full.dtype.itemsize >= 4 for full in fulls)
         nbytes = sum(param.numel * full.itemsize for plan, full, _ in request.transfers for param in plan.params)
@@ -167,10 +167,12 @@ def _message_tag(request: Request) -> int:
 class _PairMail:
     """Letters as messages between pairs of ranks."""
 
+    runs_beside = True
+
     def __init__(self, request: Request, post: Post) -> None:
         group = self._group = request.process_group
         self._post, self._tag, self._works = post, _message_tag(request), list[tuple[dist.Work, int]]()
-        self._wait = Wait(f"an encoded {request.direction}", group, request.tag, post.gathers)
+        self.waits_for = Wait(f"an encoded {request.direction}", group, request.tag, post.gathers)
         self._posted = _posted.setdefault(group, [])
         self._posted.append(self._works)
         for rank, (letter, messages) in enumerate(zip(post.received, post.messages, strict=True)):
@@ -186,15 +188,11 @@ class _PairMail:
         return
 
     def wait(self) -> None:
-        WAITS.current = self._wait
-        WAITS.count += 1
         try:
             for work, peer in self._works:  # noqa: B007 - for the error
                 work.wait()
         except RuntimeError as error:
-            raise lost(self._wait, f"rank {dist.get_global_rank(self._group, peer)}", error) from error
-        finally:
-            WAITS.current = None
+            raise lost(self.waits_for, f"rank {dist.get_global_rank(self._group, peer)}", error) from error
         self._posted.remove(self._works)
 
 

@@ -8,8 +8,10 @@ gradient buffers of the others in place. Owns the reductions and the order that 
                                         │ waits for ready 7 of all                     │ waits for done 7 of all
     rank 1    gradients in a slot ── ready 7 ──▶ adds up its part of all slots 7 ── done 7 ──▶ slot 7 may be written
 
-Replicas, which want all of the sum, add up in the slots: each writes its part of the sum to its own slot, where nobody
-else reads, and waits until all have. Values that must go to memory that is not shared travel as messages.
+Replicas, which want all of the sum, exchange it through the slots: each writes its part of the sum to its own slot,
+where nobody else reads, and waits until all have. Large gradients stay in the tensors that autograd made, and become
+the sums there: a slot only has the parts that others add up. Values that must go to memory that is not shared travel
+as messages.
 """
 
 from __future__ import annotations
@@ -244,6 +246,7 @@ class _HostReduceRoute:
     """The parts of some buffers that this rank adds up."""
 
     staging = sent = 0
+    _beside = 0  # the last sections, whose values of this rank are not in its slot but in its shards
 
     def __init__(self, transport: ShmTransport, request: Request) -> None:
         self.transport, self.tag = transport, request.tag
@@ -285,11 +288,14 @@ class _HostReduceRoute:
         if slots in self.known:
             return self.known[slots]
         sums = list[Sum]()
+        mine = self.transport.local_ranks.rank
         for section, plan in enumerate(self._plans):
             fulls = self._in_slots(section, slots)
-            for piece in plan.pieces(self.transport.local_ranks.rank, section):
+            for piece in plan.pieces(mine, section):
                 for block in blocks(piece):
-                    terms = [block.of_full(each) for each in fulls]
+                    terms: list[torch.Tensor | None] = [block.of_full(each) for each in fulls]
+                    if section >= len(self._plans) - self._beside:
+                        terms[mine] = None
                     sums.append(self._sum(block, terms))
         return self.known.setdefault(slots, sums)
 
@@ -298,8 +304,9 @@ class _HostReduceRoute:
         full, start = self._fulls[section], self._starts[section]
         return [full if slot is None else slot.tensor(start, full.numel(), full.dtype) for slot in slots]
 
-    def _sum(self, block: Piece, terms: Sequence[torch.Tensor]) -> Sum:
-        return Sum(block, terms, terms[0].dtype, self._shard_dtypes[block.section], self.transport.scratch)
+    def _sum(self, block: Piece, terms: Sequence[torch.Tensor | None]) -> Sum:
+        dtypes = self._fulls[block.section].dtype, self._shard_dtypes[block.section]
+        return Sum(block, terms, *dtypes, self.transport.scratch)
 
 
 class _HostSumRoute(_HostReduceRoute):
@@ -315,6 +322,28 @@ class _HostSumRoute(_HostReduceRoute):
             starts = plan.shard_offsets or plan.full_offsets
             self._shifts.append([start - full for start, full in zip(starts, plan.full_offsets, strict=True)])
         self._others: dict[tuple[Segment | None, ...], list[tuple[Piece, torch.Tensor]]] = {}
+
+    def start(
+        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
+    ) -> Pending:
+        """The same. Of ``zero_copy`` values, which become the sums, only what others add up is copied to the slot."""
+        self._beside, shards = len(zero_copy), [*shards, *zero_copy]
+        if zero_copy:
+            pieces = self._pieces_of_others()
+            targets = [piece.of_full(self._fulls[piece.section]) for piece in pieces]
+            foreach_copy(targets, [self._in_whole(piece).of_shard(shards[piece.section]) for piece in pieces])
+        return super().start(shards, reduction)
+
+    def _pieces_of_others(self) -> list[Piece]:
+        """What other ranks add up of the values that are not in this rank's slot."""
+        first, ranks, mine = (
+            len(self._plans) - self._beside,
+            self.transport.local_ranks.size,
+            self.transport.local_ranks.rank,
+        )
+        others = [rank for rank in range(ranks) if rank != mine]
+        sections = list(enumerate(self._plans))[first:]
+        return [piece for i, plan in sections for rank in others for piece in plan.pieces(rank, i)]
 
     def forget_slots(self) -> None:
         super().forget_slots()
@@ -337,7 +366,7 @@ class _HostSumRoute(_HostReduceRoute):
             targets = [piece.of_shard(shards[piece.section]) for piece, _ in others]
             foreach_copy(targets, [values for _, values in others])
 
-    def _sum(self, block: Piece, terms: Sequence[torch.Tensor]) -> Sum:
+    def _sum(self, block: Piece, terms: Sequence[torch.Tensor | None]) -> Sum:
         return super()._sum(self._in_whole(block), terms)
 
     def _in_whole(self, piece: Piece) -> Piece:

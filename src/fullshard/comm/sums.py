@@ -69,9 +69,10 @@ def divide_(tensor: torch.Tensor, divisor: float) -> None:
 
 
 class Sum:
-    """One block of a shard: the sum of the terms of all ranks, in order. A term is ``None`` if it is in the shard, and
-    a piece if it is in a full buffer that is given later. The first two are not both ``None``. ``scratch`` begins with
-    :func:`scratch_bytes` that nobody else uses meanwhile.
+    """One block of a shard: the sum of the terms of all ranks, in order. One term at most is ``None``: it is in the
+    shard. A term is a piece if it is in a full buffer that is given later. ``scratch`` begins with
+    :func:`scratch_bytes` that nobody else uses meanwhile; if the third term or a later one is in the shard, with as
+    many as if it had a wider dtype.
     """
 
     def __init__(
@@ -85,7 +86,8 @@ class Sum:
         sum_dtype = SUM_DTYPES[dtype]
         self.block, self.terms = block, terms
         #: Where to add them up, if not in the shard itself; where to convert each to the dtype of the sum.
-        self.total = scratch.view(sum_dtype, 0, block.shape) if sum_dtype != shard_dtype else None
+        is_apart = sum_dtype != shard_dtype or any(term is None for term in terms[2:])
+        self.total = scratch.view(sum_dtype, 0, block.shape) if is_apart else None
         self.term = scratch.view(sum_dtype, BLOCK * sum_dtype.itemsize, block.shape) if sum_dtype != dtype else None
 
     def write(self, shards: Sequence[torch.Tensor], divisor: float, fulls: Sequence[torch.Tensor] = ()) -> None:
@@ -105,12 +107,12 @@ class Sum:
             target.copy_(total)
 
 
-def blocks(piece: Piece) -> Iterator[Piece]:
-    """A piece in parts that fit in a cache, in the order of the shard."""
-    rows = BLOCK // piece.row
+def blocks(piece: Piece, numel: int = BLOCK) -> Iterator[Piece]:
+    """A piece in parts of at most ``numel`` elements, which fit in a cache, in the order of the shard."""
+    rows = numel // piece.row
     for first in range(0, piece.shape[0], max(1, rows)):
         block = piece.part(first, min(first + max(1, rows), piece.shape[0]))
-        yield from [block] if rows else blocks(block)
+        yield from [block] if rows else blocks(block, numel)
 
 
 def check_summable(transfers: Sequence[Transfer]) -> None:

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from fullshard.buffer.plan import Piece, Plan
 from fullshard.buffer.shared_memory import Segment
-from fullshard.comm.encodings import Encoding
+from fullshard.comm.encodings import Encoding, encoding
 from fullshard.comm.local_ranks import PassBarrier
 from fullshard.device import Done, Pending
+from fullshard.wire_policy import WirePolicy
 
 Direction = Literal["gather", "reduce"]  # shards to all ranks, or the values of all ranks to shards
 DIRECTIONS: tuple[Direction, Direction] = ("gather", "reduce")
@@ -89,6 +90,12 @@ class Wire(NamedTuple):
     encoding: Encoding
     min_numel: int  # parameters of fewer elements travel as they are
     feedback: Feedback | None = None  # of a reduction
+
+
+def make_wire(policy: WirePolicy, direction: Direction, feedback: Feedback | None = None) -> Wire | None:
+    """The wire of a policy in one direction; ``None`` if nothing is encoded."""
+    found = encoding(policy.gather if direction == "gather" else policy.reduce, policy.block)
+    return None if found is None else Wire(found, policy.min_numel, feedback)
 
 
 class Request(NamedTuple):

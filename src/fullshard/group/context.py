@@ -16,8 +16,7 @@ import torch.nn as nn
 from fullshard.buffer.plan import Plan, balance, make_plan
 from fullshard.buffer.sections import Section
 from fullshard.buffer.slots import SlotPool
-from fullshard.comm.encodings import encoding
-from fullshard.comm.transport import DIRECTIONS, Direction, Transport, Wire
+from fullshard.comm.transport import DIRECTIONS, Direction, Transport, Wire, make_wire
 from fullshard.device import is_host
 from fullshard.group.comm_context import CommContext
 from fullshard.group.mesh import DataMesh
@@ -140,10 +139,8 @@ class GroupContext:
     def wire(self, direction: Direction, outer: bool = False) -> Wire | None:
         """How messages between the ranks that shard, or the ``outer`` ones between replicas, are encoded. Where ranks
         share memory they send nothing, and nothing is encoded."""
-        policy = self.options.outer_wire if outer else self.options.wire
-        found = encoding(policy.gather if direction == "gather" else policy.reduce, policy.block)
         is_sent = outer or self.transport.private is self.transport
-        return Wire(found, policy.min_numel) if found is not None and is_sent else None
+        return make_wire(self.options.outer_wire if outer else self.options.wire, direction) if is_sent else None
 
     @property
     def wire_text(self) -> str:
@@ -175,7 +172,7 @@ class GroupContext:
     @property
     def keeps_whole(self) -> bool:
         """Whether large ones among these stay where autograd made them."""
-        return self.adds_whole and not self.reduce_transport.compares_reductions and not self.is_flat
+        return self.adds_whole and not self.is_flat
 
     @property
     def gradient_buffers(self) -> int:

@@ -81,7 +81,7 @@ class GradientFeedback:
         if self._lost is None:
             views, sections, fulls = self._layout
             lost = [torch.zeros_like(full, dtype=_DTYPE) for full in fulls]
-            self._lost = type(views)(self._group.params, sections, lost)
+            self._lost = type(views)(self._group.params, sections, lost, views.kept)
             for index in views.kept:
                 self._lost.zero(index)
             self._lost_by_full = dict(zip(map(id, fulls), lost, strict=True))

@@ -56,7 +56,7 @@ class GradientDtypes:
         self, trainable: Sequence[bool], keeps_whole: bool = False
     ) -> tuple[tuple[Section, ...], list[torch.dtype]]:
         """A section for each dtype of ``param.grad``, and the dtypes in which these travel. With ``keeps_whole`` large
-        gradients are not in the buffer."""
+        gradients are not in the buffer, unless other ranks read them there."""
         group = self._group
         if group.is_flat:  # parameters must be cut where their shards are: the frozen ones travel too
             sections = tuple(each for each in group.sections if any(trainable[i] for i in each.members))
@@ -66,10 +66,19 @@ class GradientDtypes:
         for (home, travels), members in chosen:
             # The one copy into a message also casts; zero-copy gradients would be cast one by one.
             plan = group.plan(members, casts=any(group.compute_dtype(group.params[i]) != travels for i in members))
-            if keeps_whole and home == travels:
+            if keeps_whole and home == travels and not group.reduce_transport.compares_reductions:
                 plan = plan.without_large
             found.append(Section(home, tuple(members), plan.messages if as_messages else plan))
         return tuple(found), [travels for (_, travels), _ in chosen]
+
+    def kept(self, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> frozenset[int]:
+        """Parameters whose gradients stay where autograd made them, though they have a place where other ranks read."""
+        group, found = self._group, set[int]()
+        for section, dtype in zip(sections, dtypes, strict=True):
+            if group.keeps_whole and group.reduce_transport.compares_reductions and section.dtype == dtype:
+                large = (param.numel >= section.plan.least_zero_copy for param in section.plan.params)
+                found.update(compress(section.members, large))
+        return frozenset(found)
 
     def tell_autograd(self, index: int, leaf: torch.Tensor) -> None:
         """Tell autograd the dtype of the gradients that a leaf takes."""

@@ -21,18 +21,22 @@ Grads = Mapping[int, torch.Tensor]
 
 
 class WholeViews:
-    """Views of the whole gradients, by the index of their parameter, in the ``fulls`` of the trained sections."""
-
-    kept: frozenset[int] = frozenset()  # parameters whose gradients are not copied
+    """Views of the whole gradients, by the index of their parameter, in the ``fulls`` of the trained sections. Those of
+    parameters that are ``kept`` are not copied there."""
 
     def __init__(
-        self, params: Sequence[ShardedParameter], sections: Sequence[Section], fulls: Sequence[torch.Tensor]
+        self,
+        params: Sequence[ShardedParameter],
+        sections: Sequence[Section],
+        fulls: Sequence[torch.Tensor],
+        kept: frozenset[int] = frozenset(),
     ) -> None:
-        self._params = params
+        self._params, self.kept = params, kept
         self.views: dict[int, torch.Tensor] = {}
         self.zero_copy: dict[int, torch.Tensor] = {}  # gradients that are not copied
         self.dtypes: dict[int, torch.dtype] = {}  # in which each travels
         for section, full in zip(sections, fulls, strict=True):
+            self._device = full.device
             self.dtypes.update(dict.fromkeys(section.members, full.dtype))
             self._lay_out(section, full)
 
@@ -41,14 +45,41 @@ class WholeViews:
 
     def write(self, grads: Grads, write: Callable[[Tensors, Tensors], object] = foreach_copy) -> None:
         """Copy gradients into the buffer, or add them to what is there (``foreach_add``)."""
-        write(list(map(self.views.__getitem__, grads)), list(grads.values()))
+        for index in self.kept & grads.keys():
+            self._keep(index, grads[index])
+        copied = [index for index in grads if index not in self.kept] if self.kept else list(grads)
+        if copied:
+            write([self.views[index] for index in copied], [grads[index] for index in copied])
+
+    def _keep(self, index: int, grad: torch.Tensor) -> None:
+        """Add a zero-copy gradient to the one that is kept. If there is none, keep this, or a copy if it is shared."""
+        is_ours = not (grad.requires_grad or shares_memory(grad))
+        values = grad.detach().permute(self._params[index].order)
+        if index in self.zero_copy:
+            self.zero_copy[index].view(values.shape).add_(values)
+            return
+        if grad.dtype != self.dtypes[index] or not values.is_contiguous() or not is_ours:
+            values = values.to(self.dtypes[index], memory_format=torch.contiguous_format, copy=True)
+        self.zero_copy[index] = values.view(-1)
 
     def zero(self, index: int) -> None:
         """Set a gradient to zeros."""
+        if index in self.kept:
+            numel = self._params[index].shape.numel()
+            self.zero_copy[index] = torch.zeros(numel, dtype=self.dtypes[index], device=self._device)
+        else:
+            self._zero_copied(index)
+
+    def _zero_copied(self, index: int) -> None:
         self.views[index].zero_()
 
     def read(self, index: int) -> torch.Tensor:
         """A gradient as it is now, in the shape of its parameter."""
+        if index in self.zero_copy:
+            return self._params[index].view(self.zero_copy[index], self._params[index].plan_shape.shape)
+        return self._read_copied(index)
+
+    def _read_copied(self, index: int) -> torch.Tensor:
         return self.views[index]
 
 
@@ -63,7 +94,6 @@ class MessageViews(WholeViews):
         self.kept = frozenset(self.dtypes.keys() - self._pieces.keys())
 
     def _lay_out(self, section: Section, full: torch.Tensor) -> None:
-        self._device = full.device
         plan, is_row = section.plan, full.numel() > 0
         for at, index in enumerate(section.members):
             if at not in plan.zero_copy:
@@ -91,30 +121,13 @@ class MessageViews(WholeViews):
         if targets:
             write(targets, sources)
 
-    def _keep(self, index: int, grad: torch.Tensor) -> None:
-        """Add a zero-copy gradient to the one that is kept. If there is none, keep this, or a copy if it is shared."""
-        is_ours = not (grad.requires_grad or shares_memory(grad))
-        values = grad.detach().permute(self._params[index].order)
-        if index in self.zero_copy:
-            self.zero_copy[index].view(values.shape).add_(values)
-            return
-        if grad.dtype != self.dtypes[index] or not values.is_contiguous() or not is_ours:
-            values = values.to(self.dtypes[index], memory_format=torch.contiguous_format, copy=True)
-        self.zero_copy[index] = values.view(-1)
-
-    def zero(self, index: int) -> None:
-        if index not in self._pieces:
-            numel = self._params[index].shape.numel()
-            self.zero_copy[index] = torch.zeros(numel, dtype=self.dtypes[index], device=self._device)
-            return
+    def _zero_copied(self, index: int) -> None:
         pieces, target = self._pieces[index]
         for piece in pieces:
             piece.of_shard(target).zero_()
 
-    def read(self, index: int) -> torch.Tensor:
+    def _read_copied(self, index: int) -> torch.Tensor:
         param = self._params[index].plan_shape
-        if index in self.zero_copy:
-            return self._params[index].view(self.zero_copy[index], param.shape)
         pieces, target = self._pieces[index]
         if param.dim is None:
             return self._params[index].view(target[: param.numel], param.shape)

@@ -267,7 +267,8 @@ class Gradients:
             self._take_buffer()  # views need memory when they are made
         fulls = self._fulls = full_views(self._buffer.memory, self._sections, dtypes)
         make = MessageViews if any(section.plan.is_messages for section in self._sections) else WholeViews
-        views = self._views = make(group.params, self._sections, fulls)
+        kept = self._dtypes_of.kept(self._sections, dtypes) if self._keeps_whole else frozenset[int]()
+        views = self._views = make(group.params, self._sections, fulls, kept)
         self.feedback.lay_out(views, self._sections, fulls)
         self._plans: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
         self._gaps: list[torch.Tensor] = []  # parts that travel although no gradient fills them

@@ -97,7 +97,8 @@ class PendingReduction:
         factor = group.options.divide_factor  # as in ``group.divisor``, which would be a call more in each step
         divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
         if plan.route is None:
-            transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, outputs, strict=False)]
+            shards = outputs if any(part.plan.is_messages for part in plan.parts) else [*outputs, *self._zero_copy]
+            transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, shards, strict=False)]
             if plan.sums:
                 assert group.data.replicate_group is not None
                 replicas = group.data.replicate_group

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.waits import waiting
+from fullshard.group.owners import owner_of
 from fullshard.torch_private import OpenGradScaler, local_of
 
 
@@ -28,7 +29,7 @@ class ShardedGradScaler(OpenGradScaler):
         init_scale: as for ``GradScaler``, like ``backoff_factor``, ``growth_factor``, ``growth_interval`` and
             ``enabled``.
         process_group: the ranks that skip a step together; ``None`` for all ranks. The ranks of the DTensors' meshes
-            also skip it.
+            also skip it, except replicas that train apart (:class:`LocalSteps`).
 
     Ranks: all ranks of the group call ``unscale_`` or ``step``: the first of these calls for an optimizer communicates
     one number. The other methods: each for itself.
@@ -69,7 +70,8 @@ class ShardedGradScaler(OpenGradScaler):
         groups = [self.process_group]
         if self.process_group not in (None, dist.group.WORLD):
             meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
-            groups += [group for mesh in meshes for group in mesh.get_all_groups()]
+            apart = {owner[0].data.apart_group for param in params if (owner := owner_of(param)) is not None}
+            groups += [group for mesh in meshes for group in mesh.get_all_groups() if group not in apart]
         for group in groups:
             with waiting("the search for infinite gradients", group):
                 dist.all_reduce(worst, dist.ReduceOp.MAX, group)

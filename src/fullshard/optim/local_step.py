@@ -38,7 +38,7 @@ from fullshard.torch_private import local_of, spec_of
 
 #: The classes of torch that compute element by element. Exactly these: a subclass may do anything.
 _ELEMENTWISE = {ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, SGD}
-_NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
+NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
 
 #: Names of state that is one number for a parameter, also where the parameter is a scalar itself.
 NUMBERS = {"step", "eta", "mu", "mu_product"}
@@ -73,7 +73,7 @@ def local_step(optimizer: O, whole: bool = False) -> O:
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"local_step expects a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if isinstance(optimizer, _NOT_ELEMENTWISE):
+    if isinstance(optimizer, NOT_ELEMENTWISE):
         raise ValueError(
             f"{type(optimizer).__name__} does not compute element by element: on parts of parameters its results would "
             f"be silently wrong. Do not call local_step for it, so that it steps on DTensors"

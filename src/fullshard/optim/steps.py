@@ -22,6 +22,7 @@ from fullshard.device import CPU, streams_of
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
 from fullshard.optim.local_step import prepare_step
+from fullshard.optim.local_steps import refuse_uncounted
 from fullshard.policies import warn
 from fullshard.strangers import strangers_of
 from fullshard.torch_private import local_of, only_makes_state, running_backward, set_local
@@ -49,6 +50,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = _groups_of(optimizer)
     if not groups:
         return
+    refuse_uncounted(optimizer, groups)
     for group in groups:  # counted here too, because no hook runs after a step that raises
         group.writes += 1
     # In a backward, and where a rank has no state to save, the number of steps differs between ranks.
