@@ -16,7 +16,7 @@ import torch.nn as nn
 from fullshard.buffer.plan import Plan, balance, make_plan
 from fullshard.buffer.sections import Section
 from fullshard.buffer.slots import SlotPool
-from fullshard.comm.transport import DIRECTIONS, Direction, Transport, Wire, make_wire
+from fullshard.comm.transport import Direction, Transport, Wire, make_wire
 from fullshard.device import is_host
 from fullshard.group.comm_context import CommContext
 from fullshard.group.mesh import DataMesh
@@ -141,16 +141,6 @@ class GroupContext:
         share memory they send nothing, and nothing is encoded."""
         is_sent = outer or self.transport.private is self.transport
         return make_wire(self.options.outer_wire if outer else self.options.wire, direction) if is_sent else None
-
-    @property
-    def wire_text(self) -> str:
-        """How messages are encoded, for people; empty if none are."""
-        texts = [
-            f"{(self.options.outer_wire if outer else self.options.wire).text}" + " between replicas" * outer
-            for outer in (False, True)
-            if any(self.wire(direction, outer) for direction in DIRECTIONS)
-        ]
-        return "; ".join(texts)
 
     @property
     def has_feedback(self) -> bool:

@@ -26,7 +26,7 @@ from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.group.strategy import Placement
-from fullshard.report.text import dtype_name
+from fullshard.report.text import dtype_name, wire_text
 from fullshard.schedule.unit import Unit, unit_of, units_in
 from fullshard.strangers import known_to, strangers_in
 from fullshard.wrap import repeated_blocks
@@ -380,7 +380,7 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
         rest_gather=_exchange(private.gather_route, smaller.shard_group if smaller else None, None, small, computed),
         reduction=_reduction(group, gradients, travelling),
         all_reduce_sent=0 if reads or cuts_twice else _all_reduced(group, gradients, travelling),
-        wire=group.wire_text,
+        wire=wire_text(group.wire, group.options.wire, group.options.outer_wire),
         feedback=feedback_bytes(group, [section.plan for section in gradients]),
         is_host=is_host(group.device),
         shards_replicas=cuts_twice,
