@@ -32,6 +32,15 @@ _COPIES: dict[str, int | str] = {
     "fsdp::chunk_cat": "out",
 }
 
+
+def _all_to_all(args: list[Any], world: int) -> float:
+    """With parts of given sizes, all but this rank's own."""
+    _, tensor, group, _, sizes, *_ = args
+    if not sizes:
+        return nbytes(tensor) * (world - 1) / world
+    return nbytes(tensor) * (1 - sizes[dist.ProcessGroup.unbox(group).rank()] / max(1, sum(sizes)))
+
+
 #: Bytes that a rank has to send, from the bytes of the operator's tensors, and the number of ranks.
 _COLLECTIVES: dict[str, Callable[[list[Any], int], float]] = {
     "c10d::allreduce_": lambda args, world: 2 * nbytes(args[0]) * (world - 1) / world,
@@ -41,7 +50,7 @@ _COLLECTIVES: dict[str, Callable[[list[Any], int], float]] = {
     "c10d::_reduce_scatter_base_": lambda args, world: nbytes(args[0]) * (world - 1),
     "c10d::reduce_scatter_": lambda args, world: nbytes(args[0]) * (world - 1),
     "c10d::reduce_scatter_tensor_coalesced_": lambda args, world: nbytes(args[0]) * (world - 1),
-    "c10d::alltoall_base_": lambda args, world: nbytes(args[1]) * (world - 1) / world,
+    "c10d::alltoall_base_": _all_to_all,
     "c10d::alltoall_": lambda args, world: nbytes(args[1]) * (world - 1) / world,
     "c10d::broadcast_": lambda args, world: nbytes(args[0]) * (world - 1) / world,
     "c10d::send": lambda args, world: nbytes(args[0]),

@@ -87,6 +87,43 @@ class Mutation:
 
 
 MUTATIONS = (
+    # what wires encode and keep
+    Mutation(
+        "group/feedback.py",
+        "chunk.copy_(loaded).mul_(self._group.divisor)",
+        "chunk.copy_(loaded)",
+        "tests/checkpoint/test_feedback.py::test_the_first_gradients_after_a_load_include_what_was_lost",
+    ),
+    Mutation(
+        "group/feedback.py",
+        "if loaded is not None and (replica_parts or data.replicate_rank == 0)",
+        "if loaded is not None",
+        "tests/checkpoint/test_feedback.py::test_replicas_save_together_what_each_has_lost",
+    ),
+    Mutation(
+        "group/feedback.py",
+        "Feedback(self._lost_of(parts, zero_copy), self._was_loaded)",
+        "Feedback(self._lost_of(parts, zero_copy))",
+        "tests/checkpoint/test_feedback.py::test_the_first_gradients_after_a_load_include_what_was_lost",
+    ),
+    Mutation(
+        "group/feedback.py",
+        "        if before is not None:\n",
+        "        if before is self:\n",
+        "tests/group/test_feedback.py::test_what_was_lost_stays_when_other_parameters_are_frozen",
+    ),
+    Mutation(
+        "comm/encodings.py",
+        "is_odd = scales < 0",
+        "is_odd = scales < -1",
+        "tests/comm/test_encodings.py::test_infinities_and_nan_stay_in_their_places",
+    ),
+    Mutation(
+        "comm/encodings.py",
+        '_levels, _scale_dtype, _kernel, _exponent = 15, torch.float16, "4bit", 14',
+        '_levels, _scale_dtype, _kernel, _exponent = 15, torch.float16, "4bit", 17',
+        "tests/comm/test_encodings.py::test_an_error_is_within_the_step_of_its_block",
+    ),
     # where parameters lie
     Mutation(
         "buffer/plan.py",

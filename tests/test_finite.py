@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fullshard
 from tests.fully_shard.cases import environment, inputs
 from tests.harness import World, ranks
+from tests.harness.compare import whole
 from tests.harness.models import seeded
 
 
@@ -42,14 +43,16 @@ class Chain(nn.Module):
         return x
 
 
-def model(wrapped: bool = False) -> Any:
+def model(wrapped: bool = False, **options: Any) -> Any:
     chain = seeded(Chain)
     for index, layer in enumerate(chain.layers):
         if wrapped:
             chain.layers[index] = fullshard.FullyShardedDataParallel(layer, use_orig_params=False)
         else:
-            fullshard.fully_shard(layer)
-    return fullshard.FullyShardedDataParallel(chain, use_orig_params=False) if wrapped else fullshard.fully_shard(chain)
+            fullshard.fully_shard(layer, **options)
+    if wrapped:
+        return fullshard.FullyShardedDataParallel(chain, use_orig_params=False)
+    return fullshard.fully_shard(chain, **options)
 
 
 @ranks(2)
@@ -76,6 +79,28 @@ def test_a_gradient_of_one_rank_is_named_before_it_is_everywhere(world: World, t
     fullshard.detect_nan(chain)
     with pytest.raises(fullshard.NanError, match=r"rank ., in the backward.*'layers.1.(weight|bias)' before its re"):
         chain(inputs(), spoil_gradient=True).sum().backward()
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["p2p", "collective"])
+@pytest.mark.parametrize("name", ["bf16", "fp8", "int8", "int4"])
+def test_values_that_are_not_finite_are_found_through_a_wire(world: World, transport: str, name: Any) -> None:
+    with environment(FULLSHARD_TRANSPORT=transport):
+        chain = model(wire_policy=fullshard.WirePolicy(name, name, min_numel=0))
+    with torch.no_grad():
+        chain.layers[1].weight.to_local()[0, 0] = torch.nan if world.rank else torch.inf
+    found = r"the output of 'layers\.1'.* is (nan|-?inf)"
+    with fullshard.detect_nan(chain), pytest.raises(fullshard.NanError, match=found):
+        chain(inputs())
+    chain.reset_iter_state()
+    with torch.no_grad():
+        chain.layers[1].weight.to_local().zero_()
+    chain(inputs(), spoil_gradient=world.rank == 1).sum().backward()
+    bad = sum(int((~whole(param.grad).isfinite()).sum()) for param in chain.layers[1].parameters())
+    assert bad > 0, "the gradient of one rank"
+    chain.zero_grad()
+    chain(inputs()).sum().backward()
+    assert all(bool(whole(param.grad).isfinite().all()) for param in chain.parameters()), "and of one step"
 
 
 @ranks(2)

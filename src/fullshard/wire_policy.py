@@ -27,12 +27,14 @@ class WirePolicy:
         block: elements that share a scale, a multiple of 8. Smaller blocks are closer and take more bytes: int8 takes
             8 bytes for each scale, int4 and fp8 take 4.
         error_feedback: add what an encoding of gradients has lost to the gradients of the next step. Each rank keeps it
-            in bf16, 2 bytes for each element that it sends.
+            in bf16, 2 bytes for each element of the gradients. :func:`fullshard.checkpoint.save` saves it, summed over
+            the ranks, except for what is lost between replicas (``outer_wire_policy``), which begins anew after a load.
         min_numel: parameters with fewer elements, such as norms and biases, travel as they are. So do parameters in
             fp64, in complex numbers, in integers and in packed formats.
 
     Raises:
-        TypeError, ValueError: a field has a value other than these.
+        TypeError: ``error_feedback`` is not a bool.
+        ValueError: a field has another value than these.
 
     Ranks: each for itself, alike, which is checked when a module is sharded.
     """
@@ -58,6 +60,13 @@ class WirePolicy:
     def is_exact(self) -> bool:
         """Whether nothing is encoded."""
         return self.gather == self.reduce == "exact"
+
+    @property
+    def text(self) -> str:
+        """A line about what is encoded."""
+        kinds = [f"{kind} in {name}" for kind, name in (("gathers", self.gather), ("reductions", self.reduce))]
+        corrected = ", with error feedback" if self.error_feedback and self.reduce != "exact" else ""
+        return f"{', '.join(each for each in kinds if 'exact' not in each)} in blocks of {self.block}{corrected}"
 
 
 EXACT = WirePolicy()

@@ -1,4 +1,4 @@
-"""Routes whose messages are encoded, against whole tensors: what arrives is as close as the encoding promises."""
+"""Routes with a wire (:mod:`fullshard.comm.encoded`) against whole tensors: as close as the encoding promises."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fullshard.comm.collective import CollectiveTransport
+from fullshard.comm.encoded import write_letter
 from fullshard.comm.encodings import Encoding, encoding
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.transport import Feedback, Reduction, Transfer, Transport, Wire
@@ -193,6 +194,19 @@ def test_what_a_checkpoint_brought_is_added_once(world: World, transport_name: s
         transfers[0].full.zero_()
         route.start([transfers[0].shard], Reduction(1)).finish()
         assert torch.equal(transfers[0].shard, torch.full((chunk,), expected))
+
+
+@each_encoding
+def test_a_letter_lists_every_piece_once(name: EncodingName) -> None:
+    case = Case("even", (Section(torch.float32, (*LARGE, *ODD)), Section(torch.float64, ODD)))
+    plans = tuple(transfer.plan for transfer in transfers_of(case, 3))
+    for owner in range(3):
+        letter = write_letter(plans, (torch.float32, torch.float64), made(name), 100, owner, True)
+        encoded = sum(piece.numel for parcel in letter.parcels for piece, _ in parcel.pieces)
+        exact = sum(piece.numel for piece, _ in letter.exact)
+        assert encoded + exact == sum(plan.owned_numel(owner) for plan in plans)
+        assert all(piece.section == 0 and piece.numel >= 100 for p in letter.parcels for piece, _ in p.pieces[:1])
+        assert [*(span[0] for span in letter.messages), letter.nbytes] == [0, *(span[1] for span in letter.messages)]
 
 
 @ranks(2)

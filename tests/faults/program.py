@@ -44,6 +44,7 @@ class Case:
         block: at which, in forward.
         in_backward: whether at that block in backward, where the fault can be done there.
         store_with_rank_0: whether the store dies with rank 0, as without a launcher.
+        wire: whether messages are letters (of ``fully_shard``), in which nothing is encoded: losses stay as close.
     """
 
     seed: int
@@ -58,6 +59,7 @@ class Case:
     block: int
     in_backward: bool
     store_with_rank_0: bool = False
+    wire: bool = False
     steps: int = 4
 
 
@@ -81,6 +83,7 @@ def random_case(seed: int) -> Case:
         choose.randrange(blocks),
         choose.random() < 0.5,
         choose.random() < 0.25,
+        choose.random() < 0.3,
     )
 
 
@@ -170,9 +173,10 @@ def reference(case: Case) -> list[list[float]]:
 def _sharded(case: Case) -> Any:
     model = _model(case)
     if case.front_end == "fully_shard":
+        wire = fullshard.WirePolicy("int8", "int8", min_numel=10**9) if case.wire else fullshard.WirePolicy()
         for block in model.blocks:
-            fullshard.fully_shard(block)
-        return fullshard.fully_shard(model)
+            fullshard.fully_shard(block, wire_policy=wire)
+        return fullshard.fully_shard(model, wire_policy=wire)
     original = case.front_end == "original"
     for index, block in enumerate(model.blocks):
         model.blocks[index] = fullshard.FullyShardedDataParallel(block, use_orig_params=original)

@@ -58,6 +58,12 @@ def test_faults_of_each_kind(transport: str, front_end: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["p2p", "collective"])
+def test_faults_of_each_kind_with_letters(transport: str) -> None:
+    check([replace(ONE, fault=fault, transport=transport, wire=True) for fault in FAULTS])
+
+
+@pytest.mark.slow
 def test_random_faults(pytestconfig: pytest.Config) -> None:
     first = pytestconfig.getoption("--first-seed")
     check([random_case(seed) for seed in range(first, first + pytestconfig.getoption("--programs"))])

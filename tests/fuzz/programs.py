@@ -255,7 +255,7 @@ class _Generator:
         plain = any(layer.pack == "plain" for layer in all_layers(model.layers))
         casts = self.chance(0.7)
         output = not wraps and low and casts and not plain and len(groups) == 1 and by != "blocks" and self.chance(0.5)
-        return Sharding(
+        sharding = Sharding(
             api="wrapper" if wraps else "fully_shard",
             groups=tuple(groups),
             by=by,
@@ -275,6 +275,9 @@ class _Generator:
             settings=() if wraps else self.settings(model),
             options=self.options() if wraps else (),
         )
+        # Drawn apart, so that the programs of old seeds stay alike.
+        may_encode = not wraps and stage > 0 and not any(name.startswith("set_custom") for name, _ in sharding.settings)
+        return replace(sharding, wire=may_encode and random.Random(f"wire of {self.seed}").random() < 0.25)
 
     def groups(self, model: ModelSpec, wraps: bool, by: str) -> list[GroupSpec]:
         """Calls from the inside out; a call of several modules has modules of one depth."""

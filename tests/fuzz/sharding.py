@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fullshard
-from fullshard import Ragged
+from fullshard import Ragged, WirePolicy
 from fullshard.wrap import ModuleWrapPolicy, repeated_blocks
 from tests.fuzz.models import Cell
 
 WRAPPER = "wrapper"
+LETTERS = WirePolicy(gather="int8", reduce="int8", min_numel=10**9)
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Sharding:
     `by` is how the groups are told: one by one (`calls`), by a policy of all cells (`policy`), or `blocks`
     (`fully_shard_blocks`). `mesh` is the shape of a hybrid mesh, (replicate, shard), or none for the default. `cut` is
     the dim along which parameters are cut; with `ragged` all that have such blocks are cut between these, or with
-    `mixed` some of them. `outer` is `outer_zero_stage`. `settings` are setters with their arguments, called on every
-    sharded module. With `override` scalars are computed with in their own dtype. `options` are more arguments of the
-    wrapper.
+    `mixed` some of them. `outer` is `outer_zero_stage`. With `wire` messages are letters in which nothing is encoded,
+    so that nothing is less close. `settings` are setters with their arguments, called on every sharded module. With
+    `override` scalars are computed with in their own dtype. `options` are more arguments of the wrapper.
     """
 
     api: str
@@ -54,6 +55,7 @@ class Sharding:
     original: bool = True
     stage: int = 3
     outer: int = 0
+    wire: bool = False
     ragged: Ragged | None = None
     strategy: str = "FULL_SHARD"
     settings: tuple[tuple[str, Any], ...] = ()
@@ -142,6 +144,8 @@ def _fully_shard(model: Any, sharding: Sharding, size: int) -> Any:
         ),
         "zero_stage": sharding.stage,
         "outer_zero_stage": sharding.outer,
+        "wire_policy": LETTERS if sharding.wire else WirePolicy(),
+        "outer_wire_policy": LETTERS if sharding.wire and sharding.outer else WirePolicy(),
         "shard_placement_fn": None
         if sharding.cut == "first" and sharding.ragged is None
         else lambda parameter: placement_of(parameter, sharding),

@@ -35,6 +35,7 @@ from tests.parity import (
     test_sharding,
     test_stages,
     test_stale_reads,
+    test_wires,
     test_wrapper_flat,
     test_wrapper_original,
     test_wrapper_strategies,
@@ -127,6 +128,18 @@ WAYS: dict[str, Callable[[World], None]] = {
     "extensions": partial(test_extension.test_a_subclass_may_keep_what_was_gathered, transport="collective"),
     "extensions beside groups that stay": an_extension_beside_groups_that_stay,
     "zero-copy parameters": zero_copy_parameters,
+    **{
+        f"wires, {name}": partial(
+            test_wires.test_training_is_the_same_as_with_what_arrives, transport="collective", name=name
+        )
+        for name in test_wires.POLICIES
+    },
+    "wires, accumulated": partial(test_wires.test_micro_batches, transport="collective"),
+    "wires, bf16": partial(
+        test_wires.test_mixed_precision, transport="collective", reduce_dtype=torch.bfloat16, name="int8"
+    ),
+    "wires, offload": partial(test_wires.test_offloaded_parameters, transport="collective"),
+    "wires, unused": partial(test_wires.test_unused_parameters_keep_what_they_lost, transport="collective"),
     "finalization": partial(test_finalization.test_one_reduction_after_several_backwards, async_op=True),
     "kept storage": partial(test_kept_storage.test_training_is_as_without, reshard=True),
     "bf16": partial(test_precision.test_bf16_parameters_reduced_in_fp32, optimizer=sgd),
@@ -165,6 +178,7 @@ LATE = (
     "reductions in flight",
     "stage 0, large gradients",
     "stage 1, accumulated",
+    "wires, int8",
     "flat",
 )
 OTHERS = tuple(way for way in WAYS if way not in LATE)

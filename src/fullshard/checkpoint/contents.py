@@ -6,6 +6,7 @@ The names are those of ``torch.distributed.checkpoint.state_dict``, without any 
     optimizer.state.<name>.<key>         optimizer state of a parameter; for lists and dicts, their items
     optimizer.outlines.<name>.<key>      such a list or dict, with None in place of tensors
     optimizer.param_groups.<n>.<option>  options of a parameter group, and the names of its parameters
+    wire_feedback.<name>                 what encodings have lost of a parameter's gradients, see WirePolicy
     state.<name>.<n>                     further state that users gave to save(), by name
     sharded.<name>.<path>                DTensors in that state
     replicas.<r>.optimizer.state…        the same of replica r > 0, if replicas train apart
@@ -145,6 +146,7 @@ class Parameters:
             if found.saved is None:
                 found.saved = self._known_of(found), None, []
             self.known |= found.saved[0]
+        self.groups = dict.fromkeys(each.group for each in self.known if each.group is not None)
 
     def _known_of(self, found: GroupParameters) -> dict[OriginalParameter, Known]:
         known, everywhere = dict[OriginalParameter, Known](), dict[nn.Parameter, list[str]]()
@@ -285,7 +287,7 @@ class Parameters:
 
     def written(self) -> None:
         """Counts a write to the shards of all groups."""
-        for group in {original.group for original in self.known if original.group is not None}:
+        for group in self.groups:
             group.writes += 1
 
 

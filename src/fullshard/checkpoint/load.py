@@ -24,6 +24,7 @@ from fullshard.checkpoint.background import wait_until_finished
 from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError, without_collections
 from fullshard.checkpoint.contents import Contents, Parameters, cut_differently, load_optimizer, named, new_states
 from fullshard.checkpoint.dcp import with_dtensors, without_dtensors
+from fullshard.checkpoint.feedback import Lost, new_feedback
 from fullshard.checkpoint.fetch import Replica, find_replicas
 from fullshard.checkpoint.manifest import Location, checked_state, checked_step, few, number_of, step_of, steps_of
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
@@ -196,6 +197,7 @@ class Loading:
     other_values: dict[str, Any] = field(default_factory=dict)
     states: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
     sharded: dict[tuple[str | int, ...], Any] = field(default_factory=dict)
+    lost: Lost = field(default_factory=dict)
 
     def read(self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any]) -> None:
         """Reads everything on all ranks. What is not read directly into the model is kept for :meth:`apply`."""
@@ -235,6 +237,7 @@ class Loading:
             if (replica := replica_of(model)) is not None:
                 contents.name_state_of(*replica, or_first=True)
         contents.values.clear()
+        self.lost = new_feedback(self.params, contents, self.checkpoint)
         self._read_state(contents, state)
         self._compare(contents, optimizer)
         self.checkpoint.read(contents.targets(manifest.tensors.positions))
@@ -315,6 +318,8 @@ class Loading:
         """Applies what :meth:`read` kept: buffers, optimizer state and other objects' state. Returns the user's
         state."""
         self.params.load_other_values(self.other_values)
+        for group, chunks in self.lost.items():
+            group.gradients.load_lost(chunks)
         if optimizer is not None and self.has_optimizer:
             load_optimizer(self.params, optimizer, self.states, self.checkpoint, self.selection)
         for name, each in state.items():

@@ -34,6 +34,7 @@ from fullshard.checkpoint import dcp
 from fullshard.checkpoint.background import NO_MEMORY, Background
 from fullshard.checkpoint.blocks import CheckpointError, checksum, without_collections
 from fullshard.checkpoint.contents import Contents, Parameters, named
+from fullshard.checkpoint.feedback import collect_feedback
 from fullshard.checkpoint.keep import LatestN, PreservationPolicy, checked_metrics, checked_policies
 from fullshard.checkpoint.layout import Box, Copies
 from fullshard.checkpoint.manifest import (
@@ -270,6 +271,7 @@ class _Writing:
     ) -> None:  # fmt: skip
         refuse_mixture(model)
         params = Parameters(model)
+        collect_feedback(params, contents)  # first: it communicates, and no rank may have failed before
         params.collect(contents, self.manifest.frozen)
         for name, value in params.other_values().items():
             contents.add({f"model.{name}": ("model", name)}, value)

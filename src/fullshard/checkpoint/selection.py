@@ -18,7 +18,7 @@ from fullshard.checkpoint.reader import Checkpoint
 
 _log = logging.getLogger("fullshard")
 #: What stands before a parameter's name in the names of a checkpoint.
-_KINDS = ("model.", "optimizer.state.", "optimizer.outlines.")
+_KINDS = ("model.", "optimizer.state.", "optimizer.outlines.", "wire_feedback.")
 #: The names of a model's tensor, several if it is tied, and its shape; ``None`` for a value that is not a tensor.
 Item = tuple[Sequence[str], tuple[int, ...] | None]
 

@@ -143,6 +143,17 @@ class GroupContext:
         return make_wire(self.options.outer_wire if outer else self.options.wire, direction) if is_sent else None
 
     @property
+    def has_feedback(self) -> bool:
+        """Whether what encodings lose of gradients is added to the next ones."""
+        return self.options.wire.error_feedback and self.wire("reduce") is not None
+
+    @property
+    def divisor(self) -> float:
+        """By what sums of gradients are divided."""
+        factor = self.options.divide_factor
+        return float(self.data.shard_size * self.data.replicate_size) if factor is None else factor
+
+    @property
     def adds_whole(self) -> bool:
         """Whether replicas that have all parameters add up whole gradients, and no function of the user does."""
         is_native = self.options.all_reduce is None and self.options.all_reduce_hook is None

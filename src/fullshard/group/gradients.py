@@ -10,7 +10,7 @@ several. Between micro-batches without reduction the buffer stays with the group
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -20,9 +20,9 @@ from fullshard.buffer.messages import zero_copy_in
 from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
-from fullshard.comm.transport import Feedback, Wire
 from fullshard.device import HoldingMark
 from fullshard.group.context import GroupContext
+from fullshard.group.feedback import GradientFeedback
 from fullshard.group.full_buffer import FullBuffer
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.gradient_views import MessageViews, WholeViews
@@ -59,7 +59,7 @@ class Gradients:
         self._arrived: set[int] = set()
         self._shown_waiting: list[tuple[int, ShardedParameter, torch.Tensor, int]] = []  # what users see of them
         self._partial: dict[int, torch.Tensor] = {}
-        self._lost: WholeViews | None = None  # what encodings have lost, by parameter, to be added in the next step
+        self.feedback = GradientFeedback(group)
         self._lay_out((False,) * len(group.params))  # what is trained is known when gradients come
 
     def attach(self, full: FullBuffer, module_params: ModuleParameters) -> None:
@@ -272,9 +272,7 @@ class Gradients:
         make = MessageViews if any(section.plan.is_messages for section in self._sections) else WholeViews
         kept = self._dtypes_of.kept(self._sections, dtypes) if self._keeps_whole else frozenset[int]()
         views = self._views = make(group.params, self._sections, fulls, kept)
-        if self._lost is not None:
-            before = {index: self._lost.read(index).clone() for index in self._lost.dtypes.keys() & views.dtypes.keys()}
-            self._make_lost().write(before)
+        self.feedback.lay_out(views, self._sections, fulls)
         self._plans: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
         self._gaps: list[torch.Tensor] = []  # parts that travel although no gradient fills them
         if group.is_flat:
@@ -344,23 +342,23 @@ class Gradients:
                 mark = lane.run(reducing.start, reducing.scattered)
         reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, zero_copy, self._buffer.give_back))
 
-    def _make_lost(self) -> WholeViews:
-        """Memory for what encodings lose of the gradients, laid out like these."""
-        lost = [torch.zeros_like(full, dtype=torch.bfloat16) for full in self._fulls]
-        self._lost = type(self._views)(self._group.params, self._sections, lost, self._views.kept)
-        for index in self._views.kept:
-            self._lost.zero(index)
-        self._lost_fulls = dict(zip(map(id, self._fulls), lost, strict=True))
-        return self._lost
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def lost(self) -> dict[int, torch.Tensor]:
+        """What the next gradients lack, see :meth:`GradientFeedback.summed`. Ranks: all ranks of the group, between
+        steps."""
+        if not self.feedback.has_lost:
+            return self.feedback.summed(None)
+        if not self._arrived and self._module_params.trainable != self._trainable:
+            self._lay_out(self._module_params.trainable)
+        is_final = self._group.data.replicate_group is None and self._group.options.all_reduce_hook is None
+        plan = self._plans.get((self._trained, is_final)) or self._plan_reduction(self._trained, is_final)
+        return self.feedback.summed(plan)
 
-    def _wire(self, parts: Sequence[Part], zero_copy: Sequence[int]) -> Wire | None:
-        """How the messages of a reduction are encoded."""
-        wire = self._group.wire("reduce")
-        if wire is None or not self._group.options.wire.error_feedback:
-            return wire
-        views = self._lost or self._make_lost()
-        lost = [self._lost_fulls[id(part.full)] for part in parts]
-        return wire._replace(feedback=Feedback([*lost, *map(views.zero_copy.__getitem__, zero_copy)]))
+    def load_lost(self, chunks: Mapping[int, torch.Tensor]) -> None:
+        """Load what :meth:`lost` returned, perhaps on other ranks, in place of what there is."""
+        self.feedback.load(chunks)
+        self._plans.clear()
 
     def _plan_reduction(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
         """Make the plan of a reduction of these parameters. Usually every step has the same."""
@@ -395,7 +393,7 @@ class Gradients:
         else:
             beside = zero_copy_in(part.plan for part in parts if part.plan.is_messages)
             zero_copy = [parts[each.section].indices[each.param] for each in beside]
-        wire = None if sums else self._wire(parts, zero_copy)
+        wire = None if sums else self.feedback.wire(parts, zero_copy, own)
         made = self._plans[wanted, is_final] = ReductionPlan(parts, is_final, sums, packed, zero_copy, wire)
         if own:
             plans, dtypes = [part.plan for part in parts], [part.full.dtype for part in parts]

@@ -233,6 +233,7 @@ class ParamGroup(GroupContext):
         self.reshard()
         before = self.gradients
         self._build()
+        self.gradients.feedback = before.feedback
         if before.has_any:  # between micro-batches: they stay where they are
             before.attach(self.full, self.module_params)
             self.gradients = before

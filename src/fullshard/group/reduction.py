@@ -94,7 +94,7 @@ class PendingReduction:
         if group.is_flat:  # all of the shard is shown, its padding too
             for part, output in zip(plan.parts, outputs, strict=True):
                 output[part.plan.owned_numel(group.data.shard_rank) :].zero_()
-        factor = group.options.divide_factor
+        factor = group.options.divide_factor  # as in ``group.divisor``, which would be a call more in each step
         divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
         if plan.route is None:
             shards = outputs if any(part.plan.is_messages for part in plan.parts) else [*outputs, *self._zero_copy]

@@ -87,7 +87,8 @@ class Explanation:
             shards["shards" + group.offloaded] += group.shard
             trained["optimizer state" + ON_CPU * bool(group.offload)] += group.trained
         state = {kind: round(self.optimizer_bytes * elements) for kind, elements in trained.items()}
-        kinds = {**shards, **state, "outside of groups": self.facts.outside}
+        lost = sum(group.feedback for group in self.groups)
+        kinds = {**shards, **state, "what encodings lost": lost, "outside of groups": self.facts.outside}
         at_rest = tuple((kind, 1, nbytes) for kind, nbytes in kinds.items() if nbytes)
         found = self.activations
         forward, backward = (

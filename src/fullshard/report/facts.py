@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,11 +21,12 @@ from fullshard.buffer.sections import Section, full_bytes, full_starts, shard_by
 from fullshard.comm.select import choose_transport
 from fullshard.comm.transport import DIRECTIONS, Route, Transfer, Wire
 from fullshard.device import META, is_host
+from fullshard.group.feedback import feedback_bytes
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.group.strategy import Placement
-from fullshard.report.text import dtype_name
+from fullshard.report.text import dtype_name, wire_text
 from fullshard.schedule.unit import Unit, unit_of, units_in
 from fullshard.strangers import known_to, strangers_in
 from fullshard.wrap import repeated_blocks
@@ -121,6 +123,7 @@ class GroupFacts:
         rested: the shard that it keeps between forward and backward on the smaller mesh.
         gather, rest_gather, reduction: its exchanges. ``rest_gather`` is the gather from the smaller mesh.
         all_reduce_sent: bytes sent in the all-reduce over replicas.
+        wire: how what it sends is encoded, ``""`` if nothing is; ``feedback``: what is kept to correct gradients.
         is_host: whether it computes on the CPU.
         shards_replicas: whether each shard is cut again over the replicas between steps.
         replica_shard: the shard of its replica then, which is gathered once for each optimizer step, and in
@@ -168,6 +171,8 @@ class GroupFacts:
     rest_gather: ExchangeFacts
     reduction: ExchangeFacts
     all_reduce_sent: int
+    wire: str
+    feedback: int
     is_host: bool
     shards_replicas: bool
     replica_shard: int
@@ -325,8 +330,8 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
     kept = sum(param.dtype.itemsize for param in group.params if param.dim is None and not group.is_flat)
     is_whole, parts = data.shard_group is None, data.shard_size * (data.replicate_size if data.shards_replicas else 1)
     keeps = unit.auto_reshard and unit.schedule is None and is_root  # it will keep its parameters after forward
-    post_forward_mesh = None if keeps else group.options.post_forward_mesh
-    small = [] if post_forward_mesh is None else [section.over(post_forward_mesh.shard_size) for section in sections]
+    smaller = None if keeps else group.options.post_forward_mesh
+    small = [] if smaller is None else [section.over(smaller.shard_size) for section in sections]
     private, peers = group.transport.private, (data.shard_size - 1) * own
     given = data.shard_group, group.wire("gather"), sections, computed
     gather = ExchangeFacts() if shares else _exchange(private.gather_route, *given)
@@ -334,7 +339,7 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
     gradients, travelling = GradientDtypes(group).sections(trainable, group.keeps_whole)
     beside = zero_copy_in(section.plan for section in gradients if section.plan.is_messages)
     zero_copy = (each.numel * data.shard_size * travelling[each.section].itemsize for each in beside)
-    cuts_twice = data.shards_replicas
+    cuts_twice, reduce_privately = data.shards_replicas, group.reduce_transport.private.reduce_route
     over, outer_wires = data.replicate_group if cuts_twice else None, [group.wire(d, True) for d in DIRECTIONS]
     kept_gradients = [each.inside(data.shard_rank, data.replicate_size) if cuts_twice else each for each in gradients]
     reads = group.adds_whole and group.reduce_transport.compares_reductions  # in shared memory
@@ -356,7 +361,7 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
         replicas=data.replicate_size,
         stride=_stride(data.shard_group),
         replica_stride=_stride(data.replicate_group),
-        post_forward=None if post_forward_mesh is None else post_forward_mesh.shard_size,
+        post_forward=None if smaller is None else smaller.shard_size,
         transport=group.transport.name,
         why=_why(group),
         adds_in_fp32=group.reduce_transport.adds_in_fp32,
@@ -372,19 +377,17 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
         staged=shard_bytes(group.own_sections, computed) if memory.needs_staging and not shares else 0,
         rested=shard_bytes(small, computed) if small else 0,
         gather=ExchangeFacts(gather.sent + peers, gather.staging),
-        rest_gather=_exchange(
-            private.gather_route, post_forward_mesh.shard_group if post_forward_mesh else None, None, small, computed
-        ),
+        rest_gather=_exchange(private.gather_route, smaller.shard_group if smaller else None, None, small, computed),
         reduction=_reduction(group, gradients, travelling),
         all_reduce_sent=0 if reads or cuts_twice else _all_reduced(group, gradients, travelling),
+        wire=wire_text(group.wire, group.options.wire, group.options.outer_wire),
+        feedback=feedback_bytes(group, [section.plan for section in gradients]),
         is_host=is_host(group.device),
         shards_replicas=cuts_twice,
         replica_shard=shard_bytes(sections, computed) if cuts_twice else 0,
         replica_gradients=shard_bytes(gradients, travelling) if cuts_twice else 0,
         replica_gather=_exchange(private.gather_route, over, outer_wires[0], group.own_sections, computed),
-        replica_reduction=_exchange(
-            group.reduce_transport.private.reduce_route, over, outer_wires[1], kept_gradients, travelling
-        ),
+        replica_reduction=_exchange(reduce_privately, over, outer_wires[1], kept_gradients, travelling),
         gradient_buffers=group.gradient_buffers,
         communicates=not is_whole and data.shard_size > 1,
         parameters=tuple(_parameters(group, names)),
@@ -410,12 +413,9 @@ def _exchange(
     or else the same dtypes."""
     if over is None or over.size() == 1 or not sections:
         return ExchangeFacts()
-    plans = [section.plan for section in sections]
-    fulls = (torch.empty(plan.full_numel, dtype=d, device=META) for plan, d in zip(plans, dtypes, strict=True))
-    shards = (
-        torch.empty(p.shard_numel, dtype=d, device=META) for p, d in zip(plans, shard_dtypes or dtypes, strict=True)
-    )
-    transfers = list(map(Transfer, plans, fulls, shards))
+    given = zip((section.plan for section in sections), dtypes, shard_dtypes or dtypes, strict=True)
+    make = partial(torch.empty, device=META)
+    transfers = [Transfer(p, make(p.full_numel, dtype=d), make(p.shard_numel, dtype=own)) for p, d, own in given]
     route = make_route(transfers, over, 0, wire)
     return ExchangeFacts(route.sent, route.staging)
 

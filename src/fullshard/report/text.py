@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from tabulate import tabulate
+
+from fullshard.comm.transport import DIRECTIONS, Direction, Wire
+from fullshard.wire_policy import WirePolicy
 
 #: The width of wrapped text, in letters.
 WIDTH = 110
@@ -112,3 +115,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str = "") -
         colalign=["left" if letter == "l" else "right" for letter in letters] if rows else None,
     )
     return "\n".join(line.rstrip() for line in text.split("\n"))
+
+
+def wire_text(wire: Callable[[Direction, bool], Wire | None], inner: WirePolicy, outer: WirePolicy) -> str:
+    """How messages are encoded, with a group's ``wire``; empty if none are."""
+    policies = ((inner, False, ""), (outer, True, " between replicas"))
+    return "; ".join(
+        each.text + where for each, is_outer, where in policies if any(wire(kind, is_outer) for kind in DIRECTIONS)
+    )

@@ -1,0 +1,156 @@
+"""What encodings have lost of a group's gradients, until the gradients of the next step get it back.
+
+Each rank keeps in bf16 what it has lost of the gradients that it sent, in the layout of the gradient buffer. Summed
+over the ranks, it is what the next gradients lack::
+
+    kept      rank 0  [ . | b | c | d ]    its own part (.) is not sent, and loses nothing
+              rank 1  [ a | . | c | d ]
+    saved     each part summed over the ranks, on the rank that owns it
+    loaded    rank 0  [ a | 0 | 0 | 0 ]    in the place of its own part, to be added to its own gradients
+
+Owns this memory, and how it is saved and loaded. Routes write what is lost and add it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from fullshard.buffer.messages import vectors, zero_copy_in
+from fullshard.buffer.plan import Plan
+from fullshard.buffer.sections import Section
+from fullshard.comm.transport import PLAIN_SUM, Feedback, Reduction, Transfer, Wire
+from fullshard.comm.waits import waiting
+from fullshard.group.context import GroupContext
+from fullshard.group.gradient_views import WholeViews
+from fullshard.group.reduction import Part, ReductionPlan
+
+_DTYPE = torch.bfloat16
+
+
+def feedback_bytes(group: GroupContext, plans: Sequence[Plan]) -> int:
+    """Bytes that are kept for gradients with these plans, between replicas too."""
+    beside = zero_copy_in(plan for plan in plans if plan.is_messages)
+    numel = sum(plan.full_numel for plan in plans) + sum(each.numel for each in beside) * group.data.shard_size
+    between = group.options.outer_wire.error_feedback and group.wire("reduce", outer=True) is not None
+    numels = numel * group.has_feedback, sum(plan.shard_numel for plan in plans) * between
+    return sum(numels) * _DTYPE.itemsize
+
+
+class GradientFeedback:
+    """What encodings have lost of the gradients of one group."""
+
+    def __init__(self, group: GroupContext) -> None:
+        self._group = group
+        self._lost: WholeViews | None = None  # by parameter, once there is any
+        self._lost_by_full: dict[int, torch.Tensor] = {}  # the same, by the id of a section of the gradient buffer
+        self._loaded: dict[int, torch.Tensor] = {}  # what a checkpoint had, until a reduction needs it
+        self._was_loaded = False
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether something may have been lost: the same on all ranks of the group."""
+        return self._lost is not None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory that it takes."""
+        return [] if self._lost is None else [*self._lost_by_full.values(), *self._lost.zero_copy.values()]
+
+    def lay_out(self, views: WholeViews, sections: Sequence[Section], fulls: Sequence[torch.Tensor]) -> None:
+        """Use the layout of gradients with these views in ``fulls`` from now on."""
+        before, self._lost = self._lost, None
+        self._layout = views, sections, fulls
+        if before is not None:
+            kept = before.dtypes.keys() & views.dtypes.keys()
+            self._allocated().write({index: before.read(index).clone() for index in kept})
+
+    def wire(self, parts: Sequence[Part], zero_copy: Sequence[int], replica_parts: Sequence[Part]) -> Wire | None:
+        """How the messages of a reduction are encoded, and where it keeps what is lost."""
+        wire = self._group.wire("reduce")
+        if wire is None or not self._group.has_feedback:
+            return wire
+        feedback = Feedback(self._lost_of(parts, zero_copy), self._was_loaded)
+        wire = wire._replace(feedback=feedback)
+        if self._loaded:
+            self._put_loaded(wire, parts, replica_parts)
+        return wire
+
+    def _allocated(self) -> WholeViews:
+        if self._lost is None:
+            views, sections, fulls = self._layout
+            lost = [torch.zeros_like(full, dtype=_DTYPE) for full in fulls]
+            self._lost = type(views)(self._group.params, sections, lost, views.kept)
+            for index in views.kept:
+                self._lost.zero(index)
+            self._lost_by_full = dict(zip(map(id, fulls), lost, strict=True))
+        return self._lost
+
+    def _lost_of(self, parts: Sequence[Part], zero_copy: Sequence[int]) -> list[torch.Tensor]:
+        views = self._allocated()
+        lost = [self._lost_by_full[id(part.full)] for part in parts]
+        return [*lost, *map(views.zero_copy.__getitem__, zero_copy)]
+
+    def load(self, chunks: Mapping[int, torch.Tensor]) -> None:
+        """Replace everything by this rank's chunks of some parameters, as :meth:`summed` returned them."""
+        self._lost, self._loaded, self._was_loaded = None, dict(chunks), bool(chunks)
+
+    def _put_loaded(self, wire: Wire, parts: Sequence[Part], replica_parts: Sequence[Part]) -> None:
+        """Put what was loaded for the parameters of a reduction in the place of this rank's own part."""
+        assert wire.feedback is not None
+        data, plans, shards = self._group.data, [part.plan for part in parts], _shards(parts, _DTYPE)
+        given = _shards(replica_parts, _DTYPE) if replica_parts else shards
+        for index, chunk in _chunks(replica_parts or parts, given):
+            loaded = self._loaded.pop(index, None)
+            if loaded is not None and (replica_parts or data.replicate_rank == 0):  # replicas have the same
+                chunk.copy_(loaded).mul_(self._group.divisor)
+        for at, part in enumerate(replica_parts):
+            for piece in part.plan.pieces(data.replicate_rank):
+                piece.of_full(shards[at]).copy_(piece.of_shard(given[at]))
+        if any(plan.is_messages for plan in plans):
+            shards += [shards[each.section][each.chunk] for each in zero_copy_in(plans)]
+        for at, plan in enumerate(vectors(plans, joined=False)):
+            for piece in plan.pieces(data.shard_rank):
+                if not piece.is_kept and piece.numel >= wire.min_numel // data.shard_size:  # others travel as they are
+                    piece.of_full(wire.feedback.lost[at]).copy_(piece.of_shard(shards[at]))
+
+    def summed(self, plan: ReductionPlan | None) -> dict[int, torch.Tensor]:
+        """What the next gradients lack, with a ``plan`` for all trained parameters if something may have been lost.
+
+        Returns this rank's chunks of the mean over all ranks, in bf16, by parameter. Ranks: all ranks of the group.
+        """
+        found, least = dict(self._loaded), self._group.options.wire.min_numel
+        for index, chunk in () if plan is None else self._reduced(plan):
+            if self._group.params[index].shape.numel() >= least:
+                found[index] = chunk.to(_DTYPE)
+        return found
+
+    def _reduced(self, plan: ReductionPlan) -> Iterator[tuple[int, torch.Tensor]]:
+        group, data, parts = self._group, self._group.data, plan.parts
+        lost = [each.float() for each in self._lost_of(parts, plan.zero_copy)]
+        sums = _shards(parts, torch.float32)
+        transfers = [Transfer(part.plan, *each) for part, *each in zip(parts, lost, sums, strict=False)]
+        route = group.reduce_transport.reduce_route(transfers, group.reduce_process_group, group.tag)
+        route.start(sums, Reduction(group.divisor, group.options.sum_only), *lost[len(parts) :]).finish()
+        if plan.replica is not None:
+            parts, wholes = plan.replica_parts, sums
+            sums = _shards(parts, torch.float32)
+            transfers = [Transfer(part.plan, *each) for part, *each in zip(parts, wholes, sums, strict=True)]
+            route = group.reduce_transport.private.reduce_route(transfers, data.replicate_group, group.tag)
+            route.start(sums, PLAIN_SUM).finish()
+        elif data.replicate_group is not None:
+            with waiting(f"the all-reduce of what {group.title} has lost", data.replicate_group):
+                for each in sums:
+                    dist.all_reduce(each, group=data.replicate_group)
+        return _chunks(parts, sums)
+
+
+def _shards(parts: Sequence[Part], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.zeros(part.plan.shard_numel, dtype=dtype, device=part.full.device) for part in parts]
+
+
+def _chunks(parts: Sequence[Part], shards: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    """The chunk of each parameter in shards of these parts."""
+    for part, shard in zip(parts, shards, strict=False):
+        yield from zip(part.indices, map(shard.as_strided, *part.chunks), strict=True)
