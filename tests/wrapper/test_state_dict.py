@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.tensor import DTensor
 
 import fullshard
+from fullshard.wrapper.state_dict import own_copy
 from tests.checkpoint.state_dicts import (
     EACH_KIND,
     EACH_STRATEGY,
@@ -419,3 +420,11 @@ def test_a_module_that_stands_in_two_places(world: World, original: bool, rank0_
         state = model.state_dict()
         model.load_state_dict(state)
         assert_equal_states(whole(state), shared().state_dict())
+
+
+def test_a_copy_has_memory_of_its_own_in_the_usual_order() -> None:
+    channels_last = torch.arange(16.0).view(1, 2, 2, 4).to(memory_format=torch.channels_last)
+    copied = own_copy(channels_last, to_cpu=True)
+    assert torch.equal(copied, channels_last)
+    assert copied.is_contiguous()
+    assert copied.untyped_storage().data_ptr() != channels_last.untyped_storage().data_ptr()

@@ -149,6 +149,8 @@ class _Integers(Encoding):
 
     def _encode(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
         rows.copy_(getattr(torch.ops.quantized, f"embedding_bag_{self._kernel}_prepack")(blocks))
+        if self._scale_dtype == torch.float16:  # which may round the lowest number of equal ones above the highest
+            self._scales(rows)[:, 0].clamp_(min=0)
 
     def _decode(self, rows: torch.Tensor) -> torch.Tensor:
         decoded: torch.Tensor = getattr(torch.ops.quantized, f"embedding_bag_{self._kernel}_unpack")(rows)
