@@ -371,8 +371,9 @@ class _Step(DispatchMode):
     # what units do meanwhile
 
     def before_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        if self.during == "forward":
+        if unit is not self._unit or self.during == "forward":  # else it is recomputed in its backward
             self._run(unit)
+        if self.during == "forward":
             self._began.append(len(self._changes))
             if self._running:
                 self._around.setdefault(unit, self._running[-1])
