@@ -72,7 +72,9 @@ class Activations:
 
     def as_dict(self) -> dict[str, Any]:
         """The sums as plain data."""
-        return {name: value for name, value in vars(self).items() if name not in ("flops", "order", "peaks", "kept_by")} | {
+        return {
+            name: value for name, value in vars(self).items() if name not in ("flops", "order", "peaks", "kept_by")
+        } | {
             f"{when} FLOPs": sum(flops for (during, _), flops in self.flops.items() if during == when)
             for when in ("forward", "backward")
         }

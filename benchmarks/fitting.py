@@ -1,0 +1,225 @@
+"""Whether the plans of ``fullshard.fit`` fit: what is predicted beside what the kernel counts, and beside other plans.
+
+    python -m benchmarks.fitting [MODEL ...]      # peaks of a step for budgets from roomy to the smallest
+    python -m benchmarks.fitting speed [MODEL ...]  # seconds of a step beside those of plans that were made by hand
+
+For each model, number of ranks and transport a plan is made for each budget, on the ranks themselves, and trains some
+steps with AdamW. A budget below the smallest plan must be refused; the bound in the refusal is compared with the peak
+of that plan.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fullshard
+from benchmarks import resident
+from benchmarks.ranks import run_ranks
+from fullshard.report.explain import ADAM
+from fullshard.report.plan import Plan
+from fullshard.report.search import DoesNotFitError, Search
+from fullshard.report.text import bytes_text, table
+
+_STEPS = 3
+#: Budgets between the smallest plan (0) and the fastest one (1).
+_BETWEEN = (1.0, 0.5, 0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its batch, small or of the size that is measured."""
+
+    build: Callable[[bool], nn.Module]
+    batch: Callable[[bool], Any]
+
+
+class Mixture(nn.Module):
+    """A transformer's layer with experts, each of which sees every token, weighted by a router."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        best = self.router(y).softmax(-1)
+        weights = torch.where(best >= best.topk(2).values[..., -1:], best, 0.0)
+        return x + sum(weights[..., at : at + 1] * expert(y) for at, expert in enumerate(self.experts))  # type: ignore[no-any-return]
+
+
+class Mixtures(nn.Module):
+    """An embedding, mixtures of experts and a head."""
+
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1024, width)
+        self.blocks = nn.ModuleList(Mixture(width, 4) for _ in range(blocks))
+        self.head = nn.Linear(width, 1024)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def _llama(is_small: bool) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    width, layers = (64, 2) if is_small else (384, 6)
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers, "vocab_size": 1024}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False))
+
+
+def _t5(is_small: bool) -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    width, layers = (64, 2) if is_small else (384, 4)
+    sizes = {"d_model": width, "d_ff": 3 * width, "d_kv": width // 4, "num_layers": layers, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, vocab_size=1024, use_cache=False, decoder_start_token_id=0))
+
+
+def _vit(is_small: bool) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    width, layers = (64, 2) if is_small else (384, 6)
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers, "image_size": 64}
+    return ViTForImageClassification(ViTConfig(**sizes, patch_size=8, num_attention_heads=4, num_labels=8))
+
+
+def _resnet(is_small: bool) -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    sizes = [8, 16] if is_small else [64, 128, 256, 512]
+    depths = [2] * len(sizes)
+    config = ResNetConfig(embedding_size=sizes[0], hidden_sizes=sizes, depths=depths, layer_type="basic", num_labels=8)
+    return ResNetForImageClassification(config)
+
+
+def _lora(is_small: bool) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "gate_proj"], task_type="CAUSAL_LM")
+    return get_peft_model(_llama(is_small), adapters)  # type: ignore[no-any-return, arg-type]
+
+
+def _tokens(sequences: int, is_small: bool) -> dict[str, Tensor]:
+    tokens = torch.randint(0, 1024, (1, 8) if is_small else (sequences, 128))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _images(count: int, is_small: bool) -> dict[str, Tensor]:
+    count = 2 if is_small else count
+    return {"pixel_values": torch.randn(count, 3, 64, 64), "labels": torch.zeros(count, dtype=torch.long)}
+
+
+CASES = {
+    "Llama": Case(_llama, partial(_tokens, 4)),
+    "T5": Case(_t5, partial(_tokens, 4)),
+    "ViT": Case(_vit, partial(_images, 8)),
+    "ResNet": Case(_resnet, partial(_images, 16)),
+    "experts": Case(
+        lambda is_small: Mixtures(64 if is_small else 256, 2 if is_small else 4),
+        lambda is_small: torch.randint(0, 1024, (1, 8) if is_small else (4, 128)),
+    ),
+    "LoRA": Case(_lora, partial(_tokens, 4)),
+}
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["speed"]:
+        return _speed(arguments[1:] or ["Llama", "ResNet"])
+    head = ["model", "ranks", "transport", "budget", "predicted", "measured", "ratio", "fits", "plan"]
+    rows = []
+    for name in arguments or CASES:
+        for ranks, transport in ((1, "p2p"), (2, "p2p"), (2, "shm"), (4, "p2p"), (4, "shm")):
+            by_rank = run_ranks(measure, ranks, name, transport)
+            for number, (plan, _) in enumerate(by_rank[0]):
+                measured = max(found[number][1] for found in by_rank)
+                rows.append(
+                    [
+                        name,
+                        str(ranks),
+                        transport,
+                        bytes_text(plan.memory),
+                        bytes_text(plan.needed),
+                        bytes_text(measured),
+                        f"{plan.needed / measured:.3f}",
+                        "yes" if measured <= plan.memory else f"by {bytes_text(measured - plan.memory)} not",
+                        _short(plan),
+                    ]
+                )
+                print(table((), rows[-1:]), flush=True)
+    print(table(head, rows))
+
+
+def _short(plan: Plan) -> str:
+    freed, again = sum(group.reshards for group in plan.groups), len(plan.recomputed)
+    return f"{len(plan.groups)} groups, {freed} freed, {again} recomputed, {plan.prefetch} ahead"
+
+
+def measure(name: str, transport: str) -> list[tuple[Plan, float]]:
+    """The plan and the measured peak for each budget; the smallest budget is the bound of a refusal."""
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    resident.return_what_is_freed()
+    case = CASES[name]
+    torch.manual_seed(0)
+    search = Search(case.build(True), case.batch(True), ADAM, None, None, fullshard.MixedPrecisionPolicy(), {})
+    _peak(case, True, search.plan(2**40))
+    search = Search(case.build(False), case.batch(False), ADAM, None, None, fullshard.MixedPrecisionPolicy(), {})
+    most = search.plan(2**40).needed
+    try:
+        raise AssertionError(search.plan(2**20))
+    except DoesNotFitError as error:
+        least = error.smallest
+    plans = [search.plan(round(least + share * (most - least))) for share in _BETWEEN]
+    return [(plan, _peak(case, False, plan)) for plan in plans]
+
+
+def _peak(case: Case, is_small: bool, plan: Plan) -> float:
+    """Bytes at the peak of a step, above what the process had before the model was built."""
+    resident.settle()
+    before = resident.bytes_now()
+    train = _trained(case, is_small, plan)
+    for _ in range(_STEPS - 1):
+        train()
+    with resident.Peak() as step:
+        train()
+    return step.bytes - before
+
+
+def _trained(case: Case, is_small: bool, plan: Plan) -> Callable[[], object]:
+    torch.manual_seed(0)
+    model, batch = case.build(is_small), case.batch(is_small)
+    plan.apply(model)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-4)
+
+    def train() -> None:
+        output = model(**batch) if isinstance(batch, dict) else model(batch)
+        (output if isinstance(output, Tensor) else output.loss).backward()
+        del output
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train
+
+
+def _speed(names: list[str]) -> None:
+    """Each planned step beside the best of some plans by hand that fit into the same memory."""
+    raise NotImplementedError
+
+
+if __name__ == "__main__":
+    main()
