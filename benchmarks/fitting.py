@@ -29,6 +29,7 @@ from fullshard.report.search import DoesNotFitError, Search
 from fullshard.report.text import bytes_text, table
 
 _STEPS = 3
+_WORLDS = ((1, "p2p"), (2, "p2p"), (2, "shm"), (4, "p2p"), (4, "shm"))
 #: Budgets between the smallest plan (0) and the fastest one (1).
 _BETWEEN = (1.0, 0.5, 0.0)
 
@@ -144,7 +145,7 @@ def main() -> None:
     head = ["model", "ranks", "transport", "budget", "predicted", "measured", "ratio", "fits", "plan"]
     rows = []
     for name in arguments or CASES:
-        for ranks, transport in ((1, "p2p"), (2, "p2p"), (2, "shm"), (4, "p2p"), (4, "shm")):
+        for ranks, transport in _WORLDS:
             by_rank = run_ranks(measure, ranks, name, transport)
             for number, (plan, _) in enumerate(by_rank[0]):
                 measured = max(found[number][1] for found in by_rank)

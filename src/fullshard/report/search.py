@@ -240,25 +240,21 @@ class Search:
         room = memory
         for _ in range(_ATTEMPTS):
             plan = self._agreed(self._found(room, memory))
-            need = self._checked(plan)
-            above = self._agreed(max(need.most - memory, 0))
-            if not above:
+            if plan is None:
                 break
-            room -= above
-        smallest, dominating = self._agreed((need.most, need.why))
-        if above:
-            fastest = self._agreed(self._planned(self._smallest(), memory, []))
-            need = self._checked(fastest)
-            smallest, dominating = self._agreed(min((smallest, dominating), (need.most, need.why)))
-            if smallest > memory:
-                raise DoesNotFitError(
-                    f"no plan fits this {type(self._model).__name__} on {counted(self._ranks, 'rank')} into "
-                    f"{bytes_text(memory)}: the smallest memory is {bytes_text(smallest)}, for {dominating}",
-                    smallest,
-                )
-            plan = fastest
-        needed, seconds = self._agreed((need.most, need.seconds))
-        return replace(plan, needed=needed, seconds=seconds)
+            need = self._agreed(self._checked(plan))
+            if need.most <= memory:
+                return replace(plan, needed=need.most, seconds=need.seconds)
+            room -= need.most - memory
+        plan = self._agreed(self._planned(self._smallest(), memory, []))
+        need = self._agreed(self._checked(plan))
+        if need.most <= memory:
+            return replace(plan, needed=need.most, seconds=need.seconds)
+        raise DoesNotFitError(
+            f"no plan fits this {type(self._model).__name__} on {counted(self._ranks, 'rank')} into "
+            f"{bytes_text(memory)}: the smallest memory is {bytes_text(need.most)}, for {need.why}",
+            need.most,
+        )
 
     def _agreed(self, value: Any) -> Any:
         """What rank 0 has."""
