@@ -75,12 +75,16 @@ class Mixtures(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
+def _config(cls: Any, **fields: Any) -> Any:
+    return cls(**fields)
+
+
 def _llama(is_small: bool) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     width, layers = (64, 2) if is_small else (384, 6)
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers, "vocab_size": 1024}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False))
+    return LlamaForCausalLM(_config(LlamaConfig, **sizes, num_attention_heads=4, use_cache=False))
 
 
 def _t5(is_small: bool) -> nn.Module:
@@ -88,7 +92,9 @@ def _t5(is_small: bool) -> nn.Module:
 
     width, layers = (64, 2) if is_small else (384, 4)
     sizes = {"d_model": width, "d_ff": 3 * width, "d_kv": width // 4, "num_layers": layers, "num_heads": 4}
-    return T5ForConditionalGeneration(T5Config(**sizes, vocab_size=1024, use_cache=False, decoder_start_token_id=0))
+    return T5ForConditionalGeneration(
+        _config(T5Config, **sizes, vocab_size=1024, use_cache=False, decoder_start_token_id=0)
+    )
 
 
 def _vit(is_small: bool) -> nn.Module:
@@ -96,7 +102,7 @@ def _vit(is_small: bool) -> nn.Module:
 
     width, layers = (64, 2) if is_small else (384, 6)
     sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers, "image_size": 64}
-    return ViTForImageClassification(ViTConfig(**sizes, patch_size=8, num_attention_heads=4, num_labels=8))
+    return ViTForImageClassification(_config(ViTConfig, **sizes, patch_size=8, num_attention_heads=4, num_labels=8))
 
 
 def _resnet(is_small: bool) -> nn.Module:
@@ -104,7 +110,9 @@ def _resnet(is_small: bool) -> nn.Module:
 
     sizes = [8, 16] if is_small else [64, 128, 256, 512]
     depths = [2] * len(sizes)
-    config = ResNetConfig(embedding_size=sizes[0], hidden_sizes=sizes, depths=depths, layer_type="basic", num_labels=8)
+    config = _config(
+        ResNetConfig, embedding_size=sizes[0], hidden_sizes=sizes, depths=depths, layer_type="basic", num_labels=8
+    )
     return ResNetForImageClassification(config)
 
 
@@ -112,7 +120,7 @@ def _lora(is_small: bool) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     adapters = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "gate_proj"], task_type="CAUSAL_LM")
-    return get_peft_model(_llama(is_small), adapters)  # type: ignore[no-any-return, arg-type]
+    return get_peft_model(_llama(is_small), adapters)  # type: ignore[arg-type]
 
 
 def _tokens(sequences: int, is_small: bool) -> dict[str, Tensor]:
@@ -146,9 +154,8 @@ def main() -> None:
     rows = []
     for name in arguments or CASES:
         for ranks, transport in _WORLDS:
-            by_rank = run_ranks(measure, ranks, name, transport)
-            for number, (plan, _) in enumerate(by_rank[0]):
-                measured = max(found[number][1] for found in by_rank)
+            for plan in run_ranks(make_plans, ranks, name, transport)[0]:
+                measured = max(run_ranks(measure_peak, ranks, name, transport, plan))
                 rows.append(
                     [
                         name,
@@ -171,29 +178,31 @@ def _short(plan: Plan) -> str:
     return f"{len(plan.groups)} groups, {freed} freed, {again} recomputed, {plan.prefetch} ahead"
 
 
-def measure(name: str, transport: str) -> list[tuple[Plan, float]]:
-    """The plan and the measured peak for each budget; the smallest budget is the bound of a refusal."""
-    os.environ["FULLSHARD_TRANSPORT"] = transport
-    resident.return_what_is_freed()
-    case = CASES[name]
-    torch.manual_seed(0)
-    search = Search(case.build(True), case.batch(True), ADAM, None, None, fullshard.MixedPrecisionPolicy(), {})
-    _peak(case, True, search.plan(2**40))
-    search = Search(case.build(False), case.batch(False), ADAM, None, None, fullshard.MixedPrecisionPolicy(), {})
+def make_plans(name: str, transport: str) -> list[Plan]:
+    """The plan for each budget; the smallest budget is the bound of a refusal."""
+    search = _search(name, transport)
     most = search.plan(2**40).needed
     try:
         raise AssertionError(search.plan(2**20))
     except DoesNotFitError as error:
         least = error.smallest
-    plans = [search.plan(round(least + share * (most - least))) for share in _BETWEEN]
-    return [(plan, _peak(case, False, plan)) for plan in plans]
+    return [search.plan(round(least + share * (most - least))) for share in _BETWEEN]
 
 
-def _peak(case: Case, is_small: bool, plan: Plan) -> float:
+def _search(name: str, transport: str, is_small: bool = False) -> Search:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    case, precision = CASES[name], fullshard.MixedPrecisionPolicy()
+    return Search(case.build(is_small), case.batch(is_small), ADAM, None, None, precision, {})
+
+
+def measure_peak(name: str, transport: str, plan: Plan) -> float:
     """Bytes at the peak of a step, above what the process had before the model was built."""
+    resident.return_what_is_freed()
+    case = CASES[name]
+    _trained(case, True, _search(name, transport, is_small=True).plan(2**40))()  # what a first step imports and keeps
     resident.settle()
     before = resident.bytes_now()
-    train = _trained(case, is_small, plan)
+    train = _trained(case, False, plan)
     for _ in range(_STEPS - 1):
         train()
     with resident.Peak() as step:

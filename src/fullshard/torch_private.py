@@ -483,9 +483,9 @@ def simulated_world(size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def checkpointed(module: nn.Module) -> nn.Module:
+def checkpointed(module: torch.nn.Module) -> torch.nn.Module:
     """The module in torch's wrapper for activation checkpointing, which is not reentrant and keeps state-dict keys."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    wrapped: nn.Module = checkpoint_wrapper(module)  # type: ignore[no-untyped-call]
+    wrapped: torch.nn.Module = checkpoint_wrapper(module)  # type: ignore[no-untyped-call]
     return wrapped

@@ -26,6 +26,8 @@ from fullshard.report.text import bytes_text
 TO_CPU, ON_CPU_UPDATED = 20e9, 10e9
 #: Bytes of an element of the optimizer's state and of its temporary results.
 _ELEMENT = 4
+#: Bytes for what nobody counts: objects of autograd and of Python, and allocations rounded up.
+_UNCOUNTED = 2**20
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def need_of(
     gradients = sum(group.reduced for group in groups if not group.offloaded)
     trained = sum(group.trained for group in groups if not group.offload)
     state = round(optimizer_bytes * trained)
-    rest = shards + state + facts.outside + batch + kept
+    rest = shards + state + facts.outside + batch + kept + _UNCOUNTED
     passes, widest = Counter[str](), Counter[tuple[str, int]]()
     for (during, at, _), nbytes in replay.beside.items():
         passes[during] = max(passes[during], nbytes)
@@ -129,10 +131,8 @@ class TracedBlocks:
             for at in self._blocks
         }
         saves = {at: self._kept(at, False) - self._kept(at, True) for at in self._blocks}
-        worth = sorted(
-            (at for at in self._blocks if saves[at] > 0 and self._names[at] in repeatable),
-            key=lambda at: round(costs[at] / saves[at], 6),
-        )
+        worth = [at for at in self._blocks if saves[at] > 0 and self._names[at] in repeatable]
+        worth.sort(key=lambda at: round(costs[at] / saves[at], 6))
         #: The blocks that recomputation makes smaller, those first that lose the fewest FLOPs for a byte.
         self.worth = [self._names[at] for at in worth] if recomputed else []
 

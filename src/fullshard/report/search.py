@@ -10,6 +10,7 @@ search goes on with less memory.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -182,7 +183,6 @@ def fit(
 @contextmanager
 def _simulated(ranks: int, sizes: Sequence[int] | None) -> Iterator[DeviceMesh | None]:
     """A context in which this process is a rank of a simulated world, with the transport that such a job would have."""
-    import os
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     asked = os.environ.get("FULLSHARD_TRANSPORT", "")
@@ -217,6 +217,7 @@ class Search:
         self._layers = [names[layer] for layer in _large_layers(model, repeated_blocks(model))]
         self._facts: dict[tuple[int, bool, int], ModelFacts] = {}
         self._groups: dict[tuple[int, bool, int], list[PlannedGroup]] = {}
+        self._order: list[str] = []  # of the modules in forward
         fine = _Choice(1, apart=True)
         repeatable = [name for name in self._blocks if not _counts(model.get_submodule(name))]
         sharded = self._sharded(fine, repeatable)  # collective, as all that follows in the same order on all ranks
@@ -224,6 +225,7 @@ class Search:
         plain = self._sharded(fine, [])
         found = trace_step(plain, inputs, loss)
         self._traced = TracedBlocks(facts_of(plain, found.order), found, again, self._blocks, repeatable)
+        self._order = self._traced.order
         offloads = range(len(OFFLOADS)) if units_in(plain)[0].device.type != "cpu" else (0,)
         for offload in offloads:
             for size in _SIZES:
@@ -264,14 +266,15 @@ class Search:
 
     def _groups_of(self, choice: _Choice) -> list[PlannedGroup]:
         """The groups of a choice, in the order in which forward runs them; the one of the model itself is the last."""
-        ranks = {
-            name: at for at, name in enumerate(getattr(self, "_traced", None).order if hasattr(self, "_traced") else [])
-        }
-        blocks = sorted(self._blocks, key=lambda name: ranks.get(name, 0))
+        blocks = sorted(self._blocks, key=self._position)
         chunks = [tuple(blocks[at : at + choice.size]) for at in range(0, len(blocks), choice.size)]
         chunks += [(name,) for name in self._layers if choice.apart]
-        chunks.sort(key=lambda names: ranks.get(names[0], 0))
+        chunks.sort(key=lambda names: self._position(names[0]))
         return [PlannedGroup(names, False) for names in [*chunks, ("",)]]
+
+    def _position(self, name: str) -> int:
+        """When forward runs a module, if that is known."""
+        return self._order.index(name) if name in self._order else len(self._order)
 
     def _planned(self, choice: _Choice, memory: int, changes: Sequence[Change]) -> Plan:
         key = choice.size, choice.apart, choice.offload
@@ -305,7 +308,7 @@ class Search:
         sharded = self._sharded(choice, [])
         names = [group.name for group in facts_of(sharded).groups]
         owner = {name: at for at, title in enumerate(names) for name in title.split(", ")}
-        found = [owner.get(name, owner.get("")) for name in self._traced.order]
+        found = [owner.get(name, owner.get("")) for name in self._order]
         self._facts[key] = facts_of(sharded, [at for at in found if at is not None])
 
     def _checked(self, plan: Plan) -> Need:
@@ -327,10 +330,9 @@ class Search:
 
     # the search
 
-    def _found(self, room: int, memory: int) -> Plan:
-        """The plan that the search finds for ``room``, or the smallest one."""
+    def _found(self, room: int, memory: int) -> Plan | None:
+        """The plan that the search finds for ``room``, ``None`` if no change brings the step nearer to fitting."""
         choice, changes = self._fastest(), list[Change]()
-        taken: list[tuple[_Choice, str]] = []
         while (before := self.need(choice)).above(room):
             options = [
                 (self._loss_of(before, self.need(other), room), number, other, what)
@@ -338,11 +340,10 @@ class Search:
                 if self.need(other).above(room) < before.above(room)
             ]
             if not options:
-                return self._planned(self._smallest(), memory, changes)
+                return None
             _, _, other, what = min(options)
             after = self.need(other)
             changes.append(Change(what, before.most - after.most, after.seconds - before.seconds))
-            taken.append((choice, what))
             choice = other
         for name in ("recomputed", "resharded", "prefetch"):
             choice = self._taken_back(choice, name, room)
