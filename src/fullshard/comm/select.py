@@ -88,8 +88,8 @@ def choose_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
         raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} is not a transport: use one of {', '.join(NAMES)}")
     backend = backend_name(process_group, device)
     if backend == "fake" and _simulated:
-        shared = ShmTransport.simulated(_point_to_point())
-        known = {ShmTransport.name: shared, PointToPointTransport.name: _point_to_point()}
+        known: dict[str, Transport] = {PointToPointTransport.name: _point_to_point()}
+        known[ShmTransport.name] = ShmTransport.simulated(_point_to_point())
         return known.get(_simulated, _collective()), "simulated"
     fits = is_host(device) and backend == "gloo"
     asked = f"FULLSHARD_TRANSPORT={wanted}"

@@ -38,6 +38,7 @@ Pass = Literal["forward", "backward"]
 #: last in this pass, -1 for none.
 Moment = tuple[Pass, int, int]
 _NOT_COUNTED = -1
+_CONVOLUTIONS = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 #: A function of the model and a batch: it runs the model and returns the loss.
 Loss = Callable[[nn.Module, Any], Any]
 
@@ -58,6 +59,8 @@ class Activations:
         unit: ``"tokens"`` if the first tensor of the batch has integers, else ``"samples"``.
         peaks: the most bytes that are alive at each moment of the step.
         kept_by: what the forward of each group's modules left alive, by the position of the group.
+        late: positions of groups whose modules get a gradient after their backward had ended, of an output that they
+            were given as an input. They are gathered again, and stay whole until the backward of the model ends.
     """
 
     kept: int
@@ -69,11 +72,14 @@ class Activations:
     unit: Literal["tokens", "samples"]
     peaks: Mapping[Moment, int] = field(default_factory=dict)
     kept_by: Mapping[int, int] = field(default_factory=dict)
+    late: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The sums as plain data."""
         return {
-            name: value for name, value in vars(self).items() if name not in ("flops", "order", "peaks", "kept_by")
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("flops", "order", "peaks", "kept_by", "late")
         } | {
             f"{when} FLOPs": sum(flops for (during, _), flops in self.flops.items() if during == when)
             for when in ("forward", "backward")
@@ -133,6 +139,7 @@ def trace_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> Activa
         first.numel() if is_tokens or not first.ndim else first.shape[0],
         "tokens" if is_tokens else "samples",
         *step.by_moment(),
+        tuple(step.late),
     )
 
 
@@ -299,6 +306,8 @@ class _Step(DispatchMode):
         self._moments: list[tuple[int, Moment]] = []  # each with the number of changes before it
         self._forwards: list[tuple[int, int, int]] = []  # position, and the changes when a forward began and ended
         self._began: list[int] = []
+        self._over: set[int] = set()  # the positions of those whose backward has ended
+        self.late: dict[int, None] = {}
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do not count the memory of tensors, and drop their gradients when they are complete, as groups do."""
@@ -319,6 +328,10 @@ class _Step(DispatchMode):
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device:
                 self._count(tensor)
+        if self._device == "cpu" and getattr(func, "overloadpacket", func) in _CONVOLUTIONS:
+            weight = args[1 + (len(args) > 9)]  # which is copied in the order of the kernel, while that runs
+            number = len(self._changes)
+            self._changes += [(number, weight.nbytes), (number, -weight.nbytes)]
         return result
 
     def _count(self, tensor: torch.Tensor) -> None:
@@ -362,7 +375,9 @@ class _Step(DispatchMode):
     def _run(self, unit: Unit, ended: Unit | None = None) -> None:
         """The operations of ``unit`` follow, after those of a unit that has ended."""
         self._unit = unit
-        self._ended = self._ended if ended is None else self._position.get(ended, self._ended)
+        if ended in self._position:
+            self._ended = self._position[ended]
+            self._over |= {self._ended} if self.during == "backward" else set()
         self._moments.append((len(self._changes), (self.during, self._position.get(unit, 0), self._ended)))
 
     def begin_backward(self) -> None:
@@ -404,6 +419,8 @@ class _Step(DispatchMode):
         """The backward of a unit begins, unless that of a unit inside it just began at the same gradient."""
         if unit is not self._unit and unit not in self._outside(self._unit):
             self._run(unit, None if self._unit in self._outside(unit) else self._unit)
+            if (position := self._position.get(unit, -1)) in self._over:
+                self.late[position] = None
 
     def _outside(self, unit: Unit) -> Iterator[Unit]:
         """The units around a unit, from the inside out."""

@@ -14,20 +14,20 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fullshard.report.activations import Activations, Moment, Pass
 from fullshard.report.estimate import Hardware, estimate_step
-from fullshard.report.facts import ModelFacts
-from fullshard.report.replay import ON_CPU, Replay
+from fullshard.report.facts import ON_CPU, ModelFacts
+from fullshard.report.replay import Replay
 from fullshard.report.text import bytes_text
 
 #: Bytes/s between an accelerator and the CPU, and bytes/s of the state that an optimizer updates on the CPU.
 TO_CPU, ON_CPU_UPDATED = 20e9, 10e9
 #: Bytes of an element of the optimizer's state and of its temporary results.
 _ELEMENT = 4
-#: Bytes for what nobody counts: objects of autograd and of Python, and allocations rounded up.
-_UNCOUNTED = 2**20
+#: Bytes, and a share, for what is not counted: objects of autograd and Python, rounded allocations, work of kernels.
+_UNCOUNTED, _SHARE = 2**20, 0.03
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,17 @@ class Need:
 
 def need_of(
     facts: ModelFacts,
-    activations: Mapping[Moment, int],
-    flops: Mapping[tuple[Pass, int], int],
+    activations: Activations,
     hardware: Hardware,
     optimizer_bytes: float,
     batch: int,
 ) -> Need:
-    """What a step of these facts needs. Activations and FLOPs are by the positions of the groups in the facts."""
+    """What a step of these facts needs. The positions of groups in ``activations`` are those in the facts."""
     replay, groups = Replay(facts), facts.groups
     kept = sum(count * size for kind, count, size in replay.kept if not kind.endswith(ON_CPU))
+    freed = [group.whole for group in groups if group.reshards and not group.shares]
+    late = [at for at in set(activations.late) if groups[at].reshards and not groups[at].shares]
+    kept += max(freed, default=0) * len(late)
     shards = sum(group.shard for group in groups if not group.offloaded)
     gradients = sum(group.reduced for group in groups if not group.offloaded)
     trained = sum(group.trained for group in groups if not group.offload)
@@ -82,7 +84,7 @@ def need_of(
         widest[during, at] = max(widest[during, at], nbytes)
     peaks = Counter[str]()
     alive = defaultdict[str, int](int)
-    for moment, nbytes in activations.items():
+    for moment, nbytes in activations.peaks.items():
         during, at, _ = moment
         beside = replay.beside.get(moment, widest.get((during, at), passes[during]))
         name = f"{during} of {groups[at].title}"
@@ -91,10 +93,11 @@ def need_of(
     chunks = [param.chunk * param.is_trainable for group in groups for param in group.parameters if not group.offload]
     updated = 2 * max(chunks, default=0) if groups[0].is_host else trained  # foreach updates all at once
     peaks["optimizer step"] = rest + gradients + (_ELEMENT * updated if optimizer_bytes > _ELEMENT else 0)
+    peaks = Counter({name: round((1 + _SHARE) * nbytes) for name, nbytes in peaks.items()})
     moved = sum(2 * (group.shard + group.reduced) for group in groups if group.offloaded)
     moved += 2 * round(optimizer_bytes * sum(group.trained for group in groups if group.offload == "optimizer state"))
     on_cpu = (optimizer_bytes + 12) * sum(group.trained for group in groups if group.offloaded)
-    seconds = estimate_step(facts, replay, hardware, flops).step + moved / TO_CPU + on_cpu / ON_CPU_UPDATED
+    seconds = estimate_step(facts, replay, hardware, activations.flops).step + moved / TO_CPU + on_cpu / ON_CPU_UPDATED
     largest = max(peaks, key=lambda name: peaks[name])
     parts = {"shards": shards, "optimizer state": state, "buffers of parameters and gradients": kept}
     parts |= {"activations": alive[largest], "gradients": 0 if alive[largest] else gradients}
@@ -136,10 +139,8 @@ class TracedBlocks:
         #: The blocks that recomputation makes smaller, those first that lose the fewest FLOPs for a byte.
         self.worth = [self._names[at] for at in worth] if recomputed else []
 
-    def combined(
-        self, facts: ModelFacts, recomputed: Collection[str]
-    ) -> tuple[dict[Moment, int], dict[tuple[Pass, int], int]]:
-        """Activations and FLOPs of a model with other groups, where some blocks are recomputed."""
+    def combined(self, facts: ModelFacts, recomputed: Collection[str]) -> Activations:
+        """The activations of a model with other groups, where some blocks are recomputed."""
         owner = {name: at for at, group in enumerate(facts.groups) for name in group.name.split(", ")}
         at_in = [owner.get(name, owner.get("", 0)) for name in self._names]
         again = {at for at in self._blocks if self._names[at] in recomputed}
@@ -160,7 +161,8 @@ class TracedBlocks:
             for during in _PASSES:
                 trace = self._recomputed if at in again else self._plain
                 flops[during, position] += trace.flops.get((during, at), 0)
-        return peaks, dict(flops)
+        late = tuple(at_in[at] for at in (self._recomputed if again else self._plain).late)
+        return replace(self._plain, peaks=peaks, flops=dict(flops), late=late)
 
     def _kept(self, at: int, is_recomputed: bool) -> int:
         return (self._recomputed if is_recomputed else self._plain).kept_by.get(at, 0)

@@ -316,7 +316,7 @@ class Search:
         sharded = plan.apply(_on_meta(self._model), **self._options)
         found = trace_step(sharded, self._inputs, self._loss)
         facts = facts_of(sharded, found.order)
-        return need_of(facts, found.peaks, found.flops, self._hardware, self._optimizer_bytes, self._batch)
+        return need_of(facts, found, self._hardware, self._optimizer_bytes, self._batch)
 
     def _need(self, choice: _Choice) -> Need:
         key = choice.size, choice.apart, choice.offload
@@ -326,7 +326,7 @@ class Search:
         recomputed = self._traced.worth[: choice.recomputed]
         changed = replace(facts, groups=groups, prefetch=choice.prefetch)
         traced = self._traced.combined(changed, recomputed)
-        return need_of(changed, *traced, self._hardware, self._optimizer_bytes, self._batch)
+        return need_of(changed, traced, self._hardware, self._optimizer_bytes, self._batch)
 
     # the search
 
