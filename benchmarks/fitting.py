@@ -56,7 +56,7 @@ class Mixture(nn.Module):
         y = self.norm(x)
         best = self.router(y).softmax(-1)
         weights = torch.where(best >= best.topk(2).values[..., -1:], best, 0.0)
-        return x + sum(weights[..., at : at + 1] * expert(y) for at, expert in enumerate(self.experts))  # type: ignore[no-any-return]
+        return x + sum(weights[..., at : at + 1] * expert(y) for at, expert in enumerate(self.experts))
 
 
 class Mixtures(nn.Module):
@@ -92,6 +92,7 @@ def _t5(is_small: bool) -> nn.Module:
 
     width, layers = (64, 2) if is_small else (384, 4)
     sizes = {"d_model": width, "d_ff": 3 * width, "d_kv": width // 4, "num_layers": layers, "num_heads": 4}
+    sizes["decoder_start_token_id"] = 0
     return T5ForConditionalGeneration(
         _config(T5Config, **sizes, vocab_size=1024, use_cache=False, decoder_start_token_id=0)
     )
@@ -120,7 +121,7 @@ def _lora(is_small: bool) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     adapters = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "gate_proj"], task_type="CAUSAL_LM")
-    return get_peft_model(_llama(is_small), adapters)  # type: ignore[arg-type]
+    return get_peft_model(_llama(is_small), adapters)
 
 
 def _tokens(sequences: int, is_small: bool) -> dict[str, Tensor]:
@@ -186,7 +187,7 @@ def make_plans(name: str, transport: str) -> list[Plan]:
         raise AssertionError(search.plan(2**20))
     except DoesNotFitError as error:
         least = error.smallest
-    return [search.plan(round(least + share * (most - least))) for share in _BETWEEN]
+    return [search.plan(round(least + share * (most - least))) for share in _BETWEEN[dist.get_world_size() > 1 :]]
 
 
 def _search(name: str, transport: str, is_small: bool = False) -> Search:

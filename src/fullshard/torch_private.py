@@ -487,5 +487,5 @@ def checkpointed(module: torch.nn.Module) -> torch.nn.Module:
     """The module in torch's wrapper for activation checkpointing, which is not reentrant and keeps state-dict keys."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    wrapped: torch.nn.Module = checkpoint_wrapper(module)  # type: ignore[no-untyped-call]
+    wrapped: torch.nn.Module = checkpoint_wrapper(module)
     return wrapped

@@ -116,9 +116,9 @@ class Plan:
             options["offload_policy"] = CPUOffloadPolicy(parameters=self.offload == "parameters")
         for group in self.groups:
             modules = [wrappers.get(known[name], known[name]) for name in group.modules]
-            after_forward = {"reshard_after_forward": group.reshards} if self.zero_stage == 3 else {}
             target: Any = modules if len(modules) > 1 else modules[0]
-            fully_shard(target, zero_stage=self.zero_stage, **after_forward, **options)
+            after_forward = group.reshards if self.zero_stage == 3 else None
+            fully_shard(target, zero_stage=self.zero_stage, reshard_after_forward=after_forward, **options)
         sharded: Any = model
         sharded.set_prefetch_limit(self.prefetch)
         return model

@@ -158,7 +158,7 @@ def fit(
         with _simulated(ranks, mesh) as made:
             return Search(model, sample_inputs, optimizer_bytes, loss, made, mp_policy, hardware or {}).plan(size)
 
-    others = {}
+    others: dict[str, tuple[int, Sequence[int] | None, MixedPrecisionPolicy]] = {}
     larger = None if mesh is None else (*mesh[:-1], 2 * mesh[-1])
     others[f"on {2 * ranks} ranks"] = 2 * ranks, larger, mp_policy
     if mp_policy.param_dtype is None:
@@ -183,17 +183,13 @@ def fit(
 @contextmanager
 def _simulated(ranks: int, sizes: Sequence[int] | None) -> Iterator[DeviceMesh | None]:
     """A context in which this process is a rank of a simulated world, with the transport that such a job would have."""
-
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     asked = os.environ.get("FULLSHARD_TRANSPORT", "")
     transport = "" if accelerator else asked if asked in NAMES else "shm" if ranks > 1 else "p2p"
     with simulated_world(ranks, 0), simulated_transport(transport):
         names = ("replicate", "shard")[-len(sizes) :] if sizes else ()
-        yield (
-            init_device_mesh(accelerator.type if accelerator else "cpu", tuple(sizes), mesh_dim_names=names)
-            if sizes
-            else None
-        )
+        device_type = accelerator.type if accelerator else "cpu"
+        yield init_device_mesh(device_type, tuple(sizes), mesh_dim_names=names) if sizes else None
 
 
 class Search:
