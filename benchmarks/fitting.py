@@ -29,7 +29,7 @@ from fullshard.report.plan import Plan
 from fullshard.report.search import DoesNotFitError, Search
 from fullshard.report.text import bytes_text, table
 
-_STEPS = 3
+_STEPS, _ROUNDS = 3, 7
 _WORLDS = ((1, "p2p"), (2, "p2p"), (2, "shm"), (4, "p2p"), (4, "shm"))
 #: Budgets between the smallest plan (0) and the fastest one (1).
 _BETWEEN = (1.0, 0.5, 0.0)
@@ -94,9 +94,7 @@ def _t5(is_small: bool) -> nn.Module:
     width, layers = (64, 2) if is_small else (384, 4)
     sizes = {"d_model": width, "d_ff": 3 * width, "d_kv": width // 4, "num_layers": layers, "num_heads": 4}
     sizes["decoder_start_token_id"] = 0
-    return T5ForConditionalGeneration(
-        _config(T5Config, **sizes, vocab_size=1024, use_cache=False, decoder_start_token_id=0)
-    )
+    return T5ForConditionalGeneration(_config(T5Config, **sizes, vocab_size=1024, use_cache=False))
 
 
 def _vit(is_small: bool) -> nn.Module:
@@ -168,14 +166,15 @@ def main() -> None:
                         bytes_text(measured),
                         f"{plan.needed / measured:.3f}",
                         "yes" if measured <= plan.memory else f"by {bytes_text(measured - plan.memory)} not",
-                        _short(plan),
+                        short(plan),
                     ]
                 )
                 print(table((), rows[-1:]), flush=True)
     print(table(head, rows))
 
 
-def _short(plan: Plan) -> str:
+def short(plan: Plan) -> str:
+    """A plan in a few words."""
     freed, again = sum(group.reshards for group in plan.groups), len(plan.recomputed)
     return f"{len(plan.groups)} groups, {freed} freed, {again} recomputed, {plan.prefetch} ahead"
 
@@ -229,8 +228,48 @@ def _trained(case: Case, is_small: bool, plan: Plan) -> Callable[[], object]:
 
 
 def _speed(names: list[str]) -> None:
-    """Each planned step beside the best of some plans by hand that fit into the same memory."""
-    raise NotImplementedError
+    """Each planned step beside the steps of plans that were made by hand and that are predicted to fit as well."""
+    rows = []
+    for name in names:
+        for transport in ("p2p", "shm"):
+            found = run_ranks(_measure_speed, 2, name, transport)[0]
+            planned, best = found["fit"], min(seconds for way, seconds in found.items() if way != "fit")
+            others = ", ".join(f"{way} {seconds_text(seconds)}" for way, seconds in found.items() if way != "fit")
+            rows.append([name, transport, seconds_text(planned), f"{planned / best:.2f}", others])
+            print(table((), rows[-1:]), flush=True)
+    print(table(["model", "transport", "fit", "by the best", "by hand"], rows, "lllrl"))
+
+
+def _measure_speed(name: str, transport: str) -> dict[str, float]:
+    """Seconds of a step by plan, in half of the memory between the smallest plan and the fastest: the median of the
+    steps, in which the plans take turns."""
+    search = _search(name, transport)
+    most = search.plan(2**40).needed
+    try:
+        raise AssertionError(search.plan(2**20))
+    except DoesNotFitError as error:
+        memory = round((error.smallest + most) / 2)
+    plan = search.plan(memory)
+    blocks = [each for each in search.blocks]
+    names = [(block,) for block in blocks] + [("",)]
+    plans = {"fit": plan}
+    for freed in (False, True):
+        groups = tuple(PlannedGroup(modules, freed and modules != ("",)) for modules in names)
+        for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+            again = tuple(blocks[: round(share * len(blocks))]) if search.recomputes else ()
+            stage = 3 if freed else 2
+            other = replace(plan, zero_stage=stage, groups=groups, recomputed=again, prefetch=1, offload="")
+            if search.checked(other).most <= memory:
+                plans[f"{'freed' if freed else 'whole'}, {len(again)} recomputed"] = other
+    trained = {way: _trained(CASES[name], False, each) for way, each in plans.items()}
+    seconds: dict[str, list[float]] = {way: [] for way in trained}
+    for number in range(_ROUNDS + 2):
+        for way, train in trained.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            train()
+            seconds[way] += [time.perf_counter() - begin] * (number > 1)
+    return {way: sorted(found)[_ROUNDS // 2] for way, found in seconds.items()}
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from fullshard.torch_private import DispatchMode, FakeTensorMode, plain_parts, p
 
 Pass = Literal["forward", "backward"]
 #: A time of a step: the pass, the position of the group whose modules run, and that of the group whose modules ended
-#: last in this pass, -1 for none.
+#: last in this pass. -1 is none; the root has none if its parameters are all in other groups.
 Moment = tuple[Pass, int, int]
 _NOT_COUNTED = -1
 _CONVOLUTIONS = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
@@ -378,7 +378,7 @@ class _Step(DispatchMode):
         if ended in self._position:
             self._ended = self._position[ended]
             self._over |= {self._ended} if self.during == "backward" else set()
-        self._moments.append((len(self._changes), (self.during, self._position.get(unit, 0), self._ended)))
+        self._moments.append((len(self._changes), (self.during, self._position.get(unit, -1), self._ended)))
 
     def begin_backward(self) -> None:
         """Forward has ended, and backward begins."""
@@ -410,7 +410,7 @@ class _Step(DispatchMode):
                 tensor.register_hook(partial(self._enter, unit))
         if self.during == "forward":
             self._running.pop()
-            self._forwards.append((self._position.get(unit, 0), self._began.pop(), len(self._changes)))
+            self._forwards.append((self._position.get(unit, -1), self._began.pop(), len(self._changes)))
             around = self._around.get(unit)
             self._run(around or unit, unit if around else None)
         return output

@@ -22,12 +22,14 @@ from fullshard.report.facts import ON_CPU, ModelFacts
 from fullshard.report.replay import Replay
 from fullshard.report.text import bytes_text
 
+#: The root, where it has no group.
+ROOT = "(root)"
 #: Bytes/s between an accelerator and the CPU, and bytes/s of the state that an optimizer updates on the CPU.
 TO_CPU, ON_CPU_UPDATED = 20e9, 10e9
 #: Bytes of an element of the optimizer's state and of its temporary results.
 _ELEMENT = 4
 #: Bytes, and a share, for what is not counted: objects of autograd and Python, rounded allocations, work of kernels.
-_UNCOUNTED, _SHARE = 2**20, 0.03
+_UNCOUNTED, _SHARE = 2 * 2**20, 0.03
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def need_of(
     for moment, nbytes in activations.peaks.items():
         during, at, _ = moment
         beside = replay.beside.get(moment, widest.get((during, at), passes[during]))
-        name = f"{during} of {groups[at].title}"
+        name = f"{during} of {groups[at].title if at >= 0 else ROOT}"
         if rest + beside + nbytes > peaks[name]:
             peaks[name], alive[name] = rest + beside + nbytes, nbytes
     chunks = [param.chunk * param.is_trainable for group in groups for param in group.parameters if not group.offload]
@@ -142,7 +144,7 @@ class TracedBlocks:
     def combined(self, facts: ModelFacts, recomputed: Collection[str]) -> Activations:
         """The activations of a model with other groups, where some blocks are recomputed."""
         owner = {name: at for at, group in enumerate(facts.groups) for name in group.name.split(", ")}
-        at_in = [owner.get(name, owner.get("", 0)) for name in self._names]
+        at_in = [owner.get(name, owner.get("", -1)) for name in self._names] + [owner.get("", -1)]  # of -1 too
         again = {at for at in self._blocks if self._names[at] in recomputed}
         peaks: dict[Moment, int] = {}
         for moment, plain in self._plain.peaks.items():
@@ -157,7 +159,7 @@ class TracedBlocks:
                 key = during, at_in[at], -1
             peaks[key] = max(peaks.get(key, 0), nbytes)
         flops: Counter[tuple[Pass, int]] = Counter()
-        for at, position in enumerate(at_in):
+        for at, position in enumerate(at_in[:-1]):
             for during in _PASSES:
                 trace = self._recomputed if at in again else self._plain
                 flops[during, position] += trace.flops.get((during, at), 0)
@@ -170,7 +172,7 @@ class TracedBlocks:
     def _before(self, moment: Moment) -> Iterable[int]:
         """The blocks whose activations are alive at a moment, beside those of the block that runs."""
         during, at, ended = moment
-        if self._names[at]:
+        if at >= 0 and self._names[at]:
             end = self._order.get(at, 0)
         elif ended < 0:
             end = 0 if during == "forward" else len(self._order)

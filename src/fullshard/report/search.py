@@ -209,24 +209,24 @@ class Search:
         self._optimizer_bytes, self._options = optimizer_bytes, {"mesh": mesh, "mp_policy": mp_policy}
         self._batch = sum(tensor.nbytes for tensor in tree.tensors(inputs))
         names = {module: name for name, module in reversed(list(model.named_modules()))}
-        self._blocks = [names[block] for block in repeated_blocks(model)]
+        self.blocks = [names[block] for block in repeated_blocks(model)]
         self._layers = [names[layer] for layer in _large_layers(model, repeated_blocks(model))]
         self._facts: dict[tuple[int, bool, int], ModelFacts] = {}
         self._groups: dict[tuple[int, bool, int], list[PlannedGroup]] = {}
         self._order: list[str] = []  # of the modules in forward
         fine = _Choice(1, apart=True)
-        repeatable = [name for name in self._blocks if not _counts(model.get_submodule(name))]
+        repeatable = [name for name in self.blocks if not _counts(model.get_submodule(name))]
         sharded = self._sharded(fine, repeatable)  # collective, as all that follows in the same order on all ranks
         again = trace_step(sharded, inputs, loss) if repeatable else None
         plain = self._sharded(fine, [])
         found = trace_step(plain, inputs, loss)
-        self._traced = TracedBlocks(facts_of(plain, found.order), found, again, self._blocks, repeatable)
+        self._traced = TracedBlocks(facts_of(plain, found.order), found, again, self.blocks, repeatable)
         self._order = self._traced.order
         offloads = range(len(OFFLOADS)) if units_in(plain)[0].device.type != "cpu" else (0,)
         for offload in offloads:
             for size in _SIZES:
                 for apart in (False, True) if self._layers else (False,):
-                    if size == 1 or len(self._blocks) >= 2 * size:
+                    if size == 1 or len(self.blocks) >= 2 * size:
                         self._add(_Choice(size, apart, offload))
         first = next(iter(self._facts.values())).groups[0]
         self._transport, self._ranks = first.transport, dist.get_world_size()
@@ -240,12 +240,12 @@ class Search:
             plan = self._agreed(self._found(room, memory))
             if plan is None:
                 break
-            need = self._agreed(self._checked(plan))
+            need = self._agreed(self.checked(plan))
             if need.most <= memory:
                 return replace(plan, needed=need.most, seconds=need.seconds)
             room -= need.most - memory
         plan = self._agreed(self._planned(self._smallest(), memory, []))
-        need = self._agreed(self._checked(plan))
+        need = self._agreed(self.checked(plan))
         if need.most <= memory:
             return replace(plan, needed=need.most, seconds=need.seconds)
         raise DoesNotFitError(
@@ -258,11 +258,16 @@ class Search:
         """What rank 0 has."""
         return broadcast_object(value, None) if has_peers(dist.group.WORLD) else value
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether recomputation makes any block smaller."""
+        return bool(self._traced.worth)
+
     # the models that are looked at
 
     def _groups_of(self, choice: _Choice) -> list[PlannedGroup]:
         """The groups of a choice, in the order in which forward runs them; the one of the model itself is the last."""
-        blocks = sorted(self._blocks, key=self._position)
+        blocks = sorted(self.blocks, key=self._position)
         chunks = [tuple(blocks[at : at + choice.size]) for at in range(0, len(blocks), choice.size)]
         chunks += [(name,) for name in self._layers if choice.apart]
         chunks.sort(key=lambda names: self._position(names[0]))
@@ -285,7 +290,7 @@ class Search:
             seconds=need.seconds,
             zero_stage=3 if choice.resharded else 2,
             groups=tuple(groups),
-            recomputed=tuple(name for name in self._blocks if name in self._traced.worth[: choice.recomputed]),
+            recomputed=tuple(name for name in self.blocks if name in self._traced.worth[: choice.recomputed]),
             prefetch=choice.prefetch,
             offload=OFFLOADS[choice.offload],
             changes=shortened(changes),
@@ -307,7 +312,7 @@ class Search:
         found = [owner.get(name, owner.get("")) for name in self._order]
         self._facts[key] = facts_of(sharded, [at for at in found if at is not None])
 
-    def _checked(self, plan: Plan) -> Need:
+    def checked(self, plan: Plan) -> Need:
         """What the plan needs, traced and replayed as it is. Collective."""
         sharded = plan.apply(_on_meta(self._model), **self._options)
         found = trace_step(sharded, self._inputs, self._loss)
