@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,9 +26,9 @@ import fullshard
 from benchmarks import resident
 from benchmarks.ranks import run_ranks
 from fullshard.report.explain import ADAM
-from fullshard.report.plan import Plan
+from fullshard.report.plan import Plan, PlannedGroup
 from fullshard.report.search import DoesNotFitError, Search
-from fullshard.report.text import bytes_text, table
+from fullshard.report.text import bytes_text, seconds_text, table
 
 _STEPS, _ROUNDS = 3, 7
 _WORLDS = ((1, "p2p"), (2, "p2p"), (2, "shm"), (4, "p2p"), (4, "shm"))
@@ -250,7 +251,7 @@ def _measure_speed(name: str, transport: str) -> dict[str, float]:
     except DoesNotFitError as error:
         memory = round((error.smallest + most) / 2)
     plan = search.plan(memory)
-    blocks = [each for each in search.blocks]
+    blocks = search.blocks
     names = [(block,) for block in blocks] + [("",)]
     plans = {"fit": plan}
     for freed in (False, True):
@@ -259,7 +260,7 @@ def _measure_speed(name: str, transport: str) -> dict[str, float]:
             again = tuple(blocks[: round(share * len(blocks))]) if search.recomputes else ()
             stage = 3 if freed else 2
             other = replace(plan, zero_stage=stage, groups=groups, recomputed=again, prefetch=1, offload="")
-            if search.checked(other).most <= memory:
+            if search.agreed(search.checked(other).most) <= memory:
                 plans[f"{'freed' if freed else 'whole'}, {len(again)} recomputed"] = other
     trained = {way: _trained(CASES[name], False, each) for way, each in plans.items()}
     seconds: dict[str, list[float]] = {way: [] for way in trained}

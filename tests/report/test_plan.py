@@ -32,6 +32,8 @@ PLAN = Plan(
     changes=(Change("recompute one more block", 2**20, 0.25),),
     notes=("Assumed: much",),
 )
+#: As JSON: the group of the model itself.
+WHOLE = {"modules": [""], "reshards": True}
 
 
 def changed(**fields: Any) -> str:
@@ -59,7 +61,7 @@ def test_a_plan_survives_json() -> None:
             {"groups": [{"modules": [], "reshards": True}, {"modules": [""], "reshards": True}]},
             "must each have a module",
         ),
-        ({"groups": [{"modules": ["a", "a"], "reshards": True}, {"modules": [""], "reshards": True}]}, "twice, as 'a'"),
+        ({"groups": [{"modules": ["a", "a"], "reshards": True}, WHOLE]}, "twice, as 'a'"),
         ({"groups": [{"modules": [""], "reshards": 1}]}, r"'groups'\[0\]'s 'reshards' must be of type bool, got 1"),
         ({"groups": [{"modules": [""]}]}, r"'groups'\[0\] has no field 'reshards'"),
         ({"groups": [3]}, r"'groups'\[0\] must be an object, got 3"),

@@ -119,8 +119,8 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
 def add_fit(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fullshard fit``."""
     parser.description = (
-        "Chooses how to shard a model so that a step fits into memory: its groups, what is recomputed, what stays whole "
-        "after forward. Runs in one process, without memory for the model."
+        "Chooses how to shard a model so that a step fits into memory: its groups, what is recomputed, and what stays "
+        "whole after forward. Runs in one process, without memory for the model."
     )
     parser.add_argument(
         "function", help="returns the model and an example of its inputs: FILE.py:FUNCTION or MODULE:FUNCTION"

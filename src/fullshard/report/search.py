@@ -237,15 +237,15 @@ class Search:
         """The plan that fits into ``memory``; the same on all ranks, by what rank 0 finds."""
         room = memory
         for _ in range(_ATTEMPTS):
-            plan = self._agreed(self._found(room, memory))
+            plan = self.agreed(self._found(room, memory))
             if plan is None:
                 break
-            need = self._agreed(self.checked(plan))
+            need = self.agreed(self.checked(plan))
             if need.most <= memory:
                 return replace(plan, needed=need.most, seconds=need.seconds)
             room -= need.most - memory
-        plan = self._agreed(self._planned(self._smallest(), memory, []))
-        need = self._agreed(self.checked(plan))
+        plan = self.agreed(self._planned(self._smallest(), memory, []))
+        need = self.agreed(self.checked(plan))
         if need.most <= memory:
             return replace(plan, needed=need.most, seconds=need.seconds)
         raise DoesNotFitError(
@@ -254,7 +254,7 @@ class Search:
             need.most,
         )
 
-    def _agreed(self, value: Any) -> Any:
+    def agreed(self, value: Any) -> Any:
         """What rank 0 has."""
         return broadcast_object(value, None) if has_peers(dist.group.WORLD) else value
 
