@@ -59,7 +59,9 @@ if TYPE_CHECKING:
     from fullshard.report.doctor import Diagnosis, doctor
     from fullshard.report.explain import explain
     from fullshard.report.metrics import Metrics, log_metrics
+    from fullshard.report.plan import Plan
     from fullshard.report.profile import Trace, profile
+    from fullshard.report.search import DoesNotFitError, fit
 
 __all__ = [
     "AllGather",
@@ -69,6 +71,7 @@ __all__ = [
     "Comm",
     "DataParallelMeshDims",
     "Diagnosis",
+    "DoesNotFitError",
     "FSDPModule",
     "FlatParameter",
     "FullOptimStateDictConfig",
@@ -86,6 +89,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "PeerFailureError",
+    "Plan",
     "Ragged",
     "ReduceScatter",
     "ShardPlacementResult",
@@ -101,6 +105,7 @@ __all__ = [
     "detect_nan",
     "doctor",
     "explain",
+    "fit",
     "fully_shard",
     "fully_shard_blocks",
     "is_patched",
@@ -117,6 +122,7 @@ __all__ = [
 #: Where names are that are imported once they are asked for.
 _LATER = {"Trace": "report.profile", "explain": "report.explain", "profile": "report.profile"}
 _LATER |= {"Metrics": "report.metrics", "log_metrics": "report.metrics"}
+_LATER |= {"DoesNotFitError": "report.search", "Plan": "report.plan", "fit": "report.search"}
 _LATER |= {"Diagnosis": "report.doctor", "doctor": "report.doctor"}
 
 if not TYPE_CHECKING:  # which would accept any name

@@ -1,5 +1,5 @@
-"""The commands of ``python -m fullshard``: ``run`` a program on it, describe the ``env``, ``explain`` a model, look at
-jobs (``doctor``) and checkpoints.
+"""The commands of ``python -m fullshard``: ``run`` a program on it, describe the ``env``, ``explain`` a model or make
+it ``fit``, look at jobs (``doctor``) and checkpoints.
 
 A thin layer: each command calls what the library has.
 """
@@ -25,7 +25,7 @@ import fullshard
 from fullshard.checkpoint.commands import add_commands
 from fullshard.comm.select import choose_transport
 from fullshard.compat.patch import patch_and_report
-from fullshard.report.commands import add_explain
+from fullshard.report.commands import add_explain, add_fit
 from fullshard.report.doctor import add_doctor
 
 #: Packages whose versions belong in a bug report.
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     env = commands.add_parser("env", help=about, description=f"{about.capitalize()}.")
     env.set_defaults(call=_env)
     add_explain(commands.add_parser("explain", help="say what sharding would do to a model, on any number of ranks"))
+    add_fit(commands.add_parser("fit", help="choose how to shard a model so that a step fits into memory"))
     add_doctor(commands.add_parser("doctor", help="start a job, check its first steps, and say what is wrong with it"))
     add_commands(commands.add_parser("checkpoint", help="list, check, show, convert and compare checkpoints"))
     options = parser.parse_args(arguments)

@@ -481,3 +481,11 @@ def simulated_world(size: int, rank: int) -> Iterator[None]:
                 value.cache_clear()
         debug._clear_sharding_prop_cache()
         dist.destroy_process_group()
+
+
+def checkpointed(module: torch.nn.Module) -> torch.nn.Module:
+    """The module in torch's wrapper for activation checkpointing, which is not reentrant and keeps state-dict keys."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    wrapped: torch.nn.Module = checkpoint_wrapper(module)
+    return wrapped

@@ -9,6 +9,8 @@ import logging
 import os
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -24,6 +26,7 @@ from fullshard.device import is_host
 
 _log = logging.getLogger("fullshard")
 _told: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # of which a line says how they communicate
+_simulated = ""  # the transport of a simulated world, if it is not the collectives
 _has_shown = False  # whether this process has shown such a line
 _point_to_point = cache(PointToPointTransport)
 _collective = cache(CollectiveTransport)
@@ -67,12 +70,27 @@ def _tell(process_group: dist.ProcessGroup, name: str, why: str) -> None:
         _log.info(line)
 
 
+@contextmanager
+def simulated_transport(name: str) -> Iterator[None]:
+    """A context in which the ranks of a simulated world have the transport ``name``. They cannot communicate."""
+    global _simulated
+    before, _simulated = _simulated, name
+    try:
+        yield
+    finally:
+        _simulated = before
+
+
 def choose_transport(process_group: dist.ProcessGroup, device: torch.device) -> tuple[Transport, str]:
     """A transport, and why it is this one."""
     wanted = renamed_value("FULLSHARD_TRANSPORT", os.environ.get("FULLSHARD_TRANSPORT", ""))
     if wanted not in ("", *NAMES):
         raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} is not a transport: use one of {', '.join(NAMES)}")
     backend = backend_name(process_group, device)
+    if backend == "fake" and _simulated:
+        known: dict[str, Transport] = {PointToPointTransport.name: _point_to_point()}
+        known[ShmTransport.name] = ShmTransport.simulated(_point_to_point())
+        return known.get(_simulated, _collective()), "simulated"
     fits = is_host(device) and backend == "gloo"
     asked = f"FULLSHARD_TRANSPORT={wanted}"
     if wanted == CollectiveTransport.name or (not wanted and not fits):

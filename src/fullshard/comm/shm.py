@@ -84,6 +84,13 @@ class ShmTransport(Transport):
         self.scratch = Lease(torch.empty(2 * BLOCK * 8, dtype=torch.uint8, device="cpu"))
 
     @classmethod
+    def simulated(cls, messages: PointToPointTransport) -> ShmTransport:
+        """The transport of ranks that do not exist, on meta: it has properties, and no memory."""
+        made = cls.__new__(cls)
+        made._private = messages
+        return made
+
+    @classmethod
     def among(cls, process_group: dist.ProcessGroup, messages: PointToPointTransport) -> ShmTransport | str:
         """The transport of a process group, or why there can be none. Every rank must make the first call."""
         if process_group not in _known:

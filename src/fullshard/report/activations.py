@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any, Literal
@@ -34,7 +34,11 @@ from fullshard.schedule.unit import Inputs, Unit, units_in
 from fullshard.torch_private import DispatchMode, FakeTensorMode, plain_parts, pytree, storage_id
 
 Pass = Literal["forward", "backward"]
+#: A time of a step: the pass, the position of the group whose modules run, and that of the group whose modules ended
+#: last in this pass. -1 is none; the root has none if its parameters are all in other groups.
+Moment = tuple[Pass, int, int]
 _NOT_COUNTED = -1
+_CONVOLUTIONS = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 #: A function of the model and a batch: it runs the model and returns the loss.
 Loss = Callable[[nn.Module, Any], Any]
 
@@ -53,6 +57,10 @@ class Activations:
         order: positions of groups, in the order in which forward runs their units.
         count: the number of tokens or samples in the batch.
         unit: ``"tokens"`` if the first tensor of the batch has integers, else ``"samples"``.
+        peaks: the most bytes that are alive at each moment of the step.
+        kept_by: what the forward of each group's modules left alive, by the position of the group.
+        late: positions of groups whose modules get a gradient after their backward had ended, of an output that they
+            were given as an input. They are gathered again, and stay whole until the backward of the model ends.
     """
 
     kept: int
@@ -62,10 +70,17 @@ class Activations:
     order: tuple[int, ...]
     count: int
     unit: Literal["tokens", "samples"]
+    peaks: Mapping[Moment, int] = field(default_factory=dict)
+    kept_by: Mapping[int, int] = field(default_factory=dict)
+    late: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The sums as plain data."""
-        return {name: value for name, value in vars(self).items() if name not in ("flops", "order")} | {
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("flops", "order", "peaks", "kept_by", "late")
+        } | {
             f"{when} FLOPs": sum(flops for (during, _), flops in self.flops.items() if during == when)
             for when in ("forward", "backward")
         }
@@ -123,6 +138,8 @@ def trace_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> Activa
         tuple(step.order),
         first.numel() if is_tokens or not first.ndim else first.shape[0],
         "tokens" if is_tokens else "samples",
+        *step.by_moment(),
+        tuple(step.late),
     )
 
 
@@ -285,6 +302,12 @@ class _Step(DispatchMode):
         self._running: list[Unit] = []  # the units whose forward runs, the innermost last
         self._around: dict[Unit, Unit] = {}
         self._unit = next(iter(self._position), units[0])  # the one whose operations run
+        self._ended = -1  # the position of the one that ended last in this pass
+        self._moments: list[tuple[int, Moment]] = []  # each with the number of changes before it
+        self._forwards: list[tuple[int, int, int]] = []  # position, and the changes when a forward began and ended
+        self._began: list[int] = []
+        self._over: set[int] = set()  # the positions of those whose backward has ended
+        self.late: dict[int, None] = {}
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do not count the memory of tensors, and drop their gradients when they are complete, as groups do."""
@@ -305,6 +328,10 @@ class _Step(DispatchMode):
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device:
                 self._count(tensor)
+        if self._device == "cpu" and getattr(func, "overloadpacket", func) in _CONVOLUTIONS:
+            weight = args[1 + (len(args) > 9)]  # which is copied in the order of the kernel, while that runs
+            number = len(self._changes)
+            self._changes += [(number, weight.nbytes), (number, -weight.nbytes)]
         return result
 
     def _count(self, tensor: torch.Tensor) -> None:
@@ -332,15 +359,39 @@ class _Step(DispatchMode):
         forward, backward = alive[: self._ended_forward + 1], alive[self._ended_forward :]
         return forward[-1], max(forward), max(backward)
 
+    def by_moment(self) -> tuple[dict[Moment, int], dict[int, int]]:
+        """The most bytes that were alive at each moment, and what the forward of each unit left alive."""
+        sizes = [0 if number in self._gradients else nbytes for number, nbytes in self._changes]
+        alive = list(accumulate(sizes, initial=0))
+        peaks: dict[Moment, int] = {}
+        ends = [*(begin for begin, _ in self._moments[1:]), len(self._changes)]
+        for (begin, moment), end in zip(self._moments, ends, strict=True):
+            peaks[moment] = max(peaks.get(moment, 0), *alive[begin : end + 1])
+        kept = Counter[int]()
+        for position, begin, end in self._forwards:
+            kept[position] += alive[end] - alive[begin]
+        return peaks, dict(kept)
+
+    def _run(self, unit: Unit, ended: Unit | None = None) -> None:
+        """The operations of ``unit`` follow, after those of a unit that has ended."""
+        self._unit = unit
+        if ended in self._position:
+            self._ended = self._position[ended]
+            self._over |= {self._ended} if self.during == "backward" else set()
+        self._moments.append((len(self._changes), (self.during, self._position.get(unit, -1), self._ended)))
+
     def begin_backward(self) -> None:
         """Forward has ended, and backward begins."""
-        self._ended_forward, self.during = len(self._changes), "backward"
+        self._ended_forward, self.during, self._ended = len(self._changes), "backward", -1
+        self._run(self._unit)
 
     # what units do meanwhile
 
     def before_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        self._unit = unit
+        if unit is not self._unit or self.during == "forward":  # else it is recomputed in its backward
+            self._run(unit)
         if self.during == "forward":
+            self._began.append(len(self._changes))
             if self._running:
                 self._around.setdefault(unit, self._running[-1])
             self._running.append(unit)
@@ -359,13 +410,17 @@ class _Step(DispatchMode):
                 tensor.register_hook(partial(self._enter, unit))
         if self.during == "forward":
             self._running.pop()
-            self._unit = self._around.get(unit, unit)
+            self._forwards.append((self._position.get(unit, -1), self._began.pop(), len(self._changes)))
+            around = self._around.get(unit)
+            self._run(around or unit, unit if around else None)
         return output
 
     def _enter(self, unit: Unit, grad: torch.Tensor) -> None:
         """The backward of a unit begins, unless that of a unit inside it just began at the same gradient."""
-        if unit not in self._outside(self._unit):
-            self._unit = unit
+        if unit is not self._unit and unit not in self._outside(self._unit):
+            self._run(unit, None if self._unit in self._outside(unit) else self._unit)
+            if (position := self._position.get(unit, -1)) in self._over:
+                self.late[position] = None
 
     def _outside(self, unit: Unit) -> Iterator[Unit]:
         """The units around a unit, from the inside out."""
@@ -375,5 +430,5 @@ class _Step(DispatchMode):
 
     def _leave(self, unit: Unit, grad: torch.Tensor) -> None:
         """The backward of a unit has ended, unless that of the unit before it began at the same gradient."""
-        if self._unit is unit:
-            self._unit = self._around.get(unit, unit)
+        if self._unit is unit and (around := self._around.get(unit)) is not None:
+            self._run(around, unit)

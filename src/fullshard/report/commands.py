@@ -1,6 +1,7 @@
-"""The command ``fullshard explain``: explains what sharding does to the model that a function builds.
+"""The commands ``fullshard explain`` and ``fullshard fit``, for the model that a function builds.
 
-Owns the arguments, and how the function is found. :mod:`fullshard.report.explain` makes the explanation.
+Owns the arguments, and how the function is found. :mod:`fullshard.report.explain` makes the explanation, and
+:mod:`fullshard.report.search` the plan.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fullshard.report.explain import ADAM, explain
+from fullshard.report.search import DoesNotFitError, fit
 from fullshard.report.tables import estimate_text
 from fullshard.report.text import bytes_argument
 
@@ -110,6 +114,42 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     )
     timing.add_argument("--ranks-per-node", type=_count, metavar="RANKS", help="needed with --node-bandwidth")
     parser.set_defaults(call=_explain)
+
+
+def add_fit(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fullshard fit``."""
+    parser.description = (
+        "Chooses how to shard a model so that a step fits into memory: its groups, what is recomputed, and what stays "
+        "whole after forward. Runs in one process, without memory for the model."
+    )
+    parser.add_argument(
+        "function", help="returns the model and an example of its inputs: FILE.py:FUNCTION or MODULE:FUNCTION"
+    )
+    parser.add_argument("--memory", type=bytes_argument, required=True, metavar="SIZE", help="what a rank may use")
+    parser.add_argument("--ranks", type=_count, required=True, help="the number of ranks to simulate")
+    parser.add_argument(
+        "--optimizer-bytes", type=_from_0, default=ADAM, help="bytes of optimizer state for each element (8, as AdamW)"
+    )
+    parser.add_argument("--loss", metavar="FUNCTION", help="a function of the model and the inputs (forward does it)")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON, for Plan.from_json")
+    parser.set_defaults(call=_fit)
+
+
+def _fit(options: argparse.Namespace) -> int:
+    try:
+        with torch.device("meta"):
+            model, inputs = _function(options.function)()
+        loss = _function(options.loss) if options.loss else None
+        asked = {"memory": options.memory, "ranks": options.ranks, "optimizer_bytes": options.optimizer_bytes}
+        plan = fit(model, inputs, loss=loss, **asked)
+    except _Refused as error:
+        print(f"fullshard fit: {error}", file=sys.stderr)
+        return 2
+    except DoesNotFitError as error:
+        print(f"fullshard fit: {error}", file=sys.stderr)
+        return 1
+    print(plan.to_json() if options.json else plan)
+    return 0
 
 
 def _explain(options: argparse.Namespace) -> int:

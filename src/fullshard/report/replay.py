@@ -19,6 +19,7 @@ import torch
 from fullshard.buffer.slots import Lease, SlotBuffer, SlotPool, Staging
 from fullshard.device import META
 from fullshard.group.gradients import MOST_WAITING
+from fullshard.report.activations import Moment
 from fullshard.report.facts import ON_CPU, ModelFacts, UnitFacts
 from fullshard.schedule.order import Order
 
@@ -26,6 +27,13 @@ Action = Literal[
     "gather", "wait", "compute", "reduce", "all-reduce", "wait-reduce", "gather over replicas", "reduce over replicas"
 ]
 Pass = Literal["forward", "backward"]
+#: The kinds of memory that come and go in a step. The other kinds stay for the next one.
+_PASSING = (
+    "gradients",
+    "gradients as autograd made them",
+    "post-forward shards",
+    "the gradient that autograd makes",
+)
 #: A part of the memory: its kind, the number of pieces, and the bytes of each piece.
 Part = tuple[str, int, int]
 
@@ -111,12 +119,15 @@ class Replay:
         events: the actions of the rank, in order.
         peaks: the memory at the peak of each pass, beyond the memory at rest.
         kept: the memory that is kept for the next step.
+        beside: the most bytes on the device that come and go at each moment, beside what is kept.
     """
 
     def __init__(self, facts: ModelFacts) -> None:
         self._facts, self._groups = facts, facts.groups
         self.events: list[Event] = []
         self.peaks: dict[Pass, tuple[Part, ...]] = {}
+        self.beside: dict[Moment, int] = {}
+        self._at = self._ended = -1  # the group whose modules run, and the one whose modules ended last in this pass
         self._during: Pass = "forward"
         in_place = [group.shares or group.is_full for group in self._groups]
         wholes = (0 if here else group.whole for here, group in zip(in_place, self._groups, strict=True))
@@ -147,7 +158,7 @@ class Replay:
         self._note_peak()
         for number in self._children[-1]:
             self._forward(number)
-        self._during = "backward"
+        self._during, self._ended = "backward", -1
         for buffer in self._gradients:
             if buffer.nbytes:  # the engine takes each gradient buffer once when it lays out the gradients
                 buffer.take()
@@ -193,6 +204,14 @@ class Replay:
     def _note_peak(self, temporary: int = 0) -> None:
         parts = self._parts(temporary)
         self.peaks[self._during] = max(self.peaks.get(self._during, parts), parts, key=_total)
+        passing = _total(part for part in parts if part[0] in _PASSING)
+        moment = self._during, self._at, self._ended
+        self.beside[moment] = max(self.beside.get(moment, 0), passing)
+
+    def _run(self, at: int, ended: int) -> None:
+        """The modules of a group run next, after those of another one."""
+        self._at, self._ended = at, ended
+        self._note_peak()
 
     def _lease_staging(self, kind: str, at: int, nbytes: int) -> None:
         if nbytes:
@@ -326,7 +345,8 @@ class Replay:
     # the passes
 
     def _forward(self, number: int) -> None:
-        unit = self._facts.units[number]
+        unit, around = self._facts.units[number], self._at
+        self._run(unit.groups[0], self._ended)
         for at in unit.needed:
             self._order.entered.append(at)
             self._unshard(at)
@@ -350,10 +370,12 @@ class Replay:
                     self._values.discard(at)
                 self._reshard(at)
                 self._note_peak()
+        self._run(around, unit.groups[0])
 
     def _backward(self, number: int) -> None:
         """Run the backward of a unit. Outer units begin first, and a unit ends after the units inside it."""
-        unit = self._facts.units[number]
+        unit, around = self._facts.units[number], self._at
+        self._run(unit.groups[0], self._ended)
         for at in unit.needed:
             self._unshard(at)
             self._users[at] += 1
@@ -372,6 +394,7 @@ class Replay:
                 self._reshard(at)
         if unit.ahead_in_backward == "after":
             self._gather_ahead(self._groups_before(unit))
+        self._run(around, unit.groups[0])
 
     def _groups_before(self, unit: UnitFacts) -> Iterator[int]:
         """The groups that come before a unit in forward, and so after it in backward, the next one first."""

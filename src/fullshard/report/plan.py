@@ -1,0 +1,254 @@
+"""A plan of how a model is sharded: which groups it has, what stays whole after forward, what is recomputed.
+
+Owns the :class:`Plan` as data, its JSON, and how it is applied to a model. :func:`fullshard.fit` makes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from torch import nn
+
+from fullshard.fully_shard import fully_shard
+from fullshard.policies import CPUOffloadPolicy
+from fullshard.report.text import bytes_text, counted, seconds_text, table, wrapped
+from fullshard.torch_private import checkpointed
+
+#: What may be offloaded to the CPU, by the field ``offload`` of a plan.
+OFFLOADS = ("", "optimizer state", "parameters")
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """A group of a plan.
+
+    Args:
+        modules: the names of its modules. ``""`` is the model itself, whose group has the parameters of no other group.
+        reshards: whether it is freed between forward and backward.
+    """
+
+    modules: tuple[str, ...]
+    reshards: bool
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a plan that :func:`fullshard.fit` made, the bytes that it saves at the peak, and the seconds that it
+    costs in each step."""
+
+    what: str
+    saves: int
+    costs: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is sharded so that a step fits into memory. Made by :func:`fullshard.fit`. Plain data.
+
+    ``str()`` gives tables for people, :meth:`to_json` and :meth:`from_json` keep it in a file, :meth:`apply` shards.
+
+    Attributes:
+        model: the class of the model.
+        ranks: the number of ranks for which it was made.
+        transport: how these ranks communicate.
+        memory: the bytes that a rank may use.
+        needed: the bytes that a rank needs at the peak of a step, predicted.
+        seconds: the seconds of a forward and backward, predicted.
+        zero_stage: 3, or 2 if every group stays whole from forward to backward. 1 differs from 2 only with gradient
+            accumulation: it then gathers once for each optimizer step, and gradients stay whole until then.
+        groups: the groups. The last one is that of the model itself.
+        recomputed: the names of the modules that are run again in backward, instead of keeping their activations.
+        prefetch: how many groups are gathered ahead.
+        offload: what is on the CPU between uses: ``""``, ``"optimizer state"`` or ``"parameters"``.
+        changes: how it was found: from the fastest plan on, what each change saves and costs.
+        notes: what would fit with more ranks or less precision, and the numbers that were assumed.
+    """
+
+    model: str
+    ranks: int
+    transport: str
+    memory: int
+    needed: int
+    seconds: float
+    zero_stage: int
+    groups: tuple[PlannedGroup, ...]
+    recomputed: tuple[str, ...] = ()
+    prefetch: int = 1
+    offload: str = ""
+    changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def apply(self, model: nn.Module, **options: Any) -> nn.Module:
+        """Shards a model as planned, in place: wraps what is recomputed with torch's checkpoint wrapper, and calls
+        :func:`fullshard.fully_shard` for each group.
+
+        The keys of state dicts stay as they are.
+
+        Args:
+            model: the model, on any device, not sharded yet.
+            **options: further options of ``fully_shard``, such as ``mesh`` and ``mp_policy``: the same as for the fit.
+
+        Returns:
+            the model.
+
+        Raises:
+            ValueError: the model lacks a module of the plan; and whatever ``fully_shard`` raises.
+
+        Ranks: all alike, with the same plan.
+        """
+        known = dict(model.named_modules())
+        names = [name for group in self.groups for name in group.modules] + [*self.recomputed]
+        if missing := [name for name in names if name not in known]:
+            raise ValueError(
+                f"the plan names the module '{missing[0]}', which this {type(model).__name__} does not have: the plan "
+                f"was made for a {self.model}"
+            )
+        wrappers = {known[name]: checkpointed(known[name]) for name in self.recomputed}
+        for parent in [*model.modules()] if wrappers else ():
+            for name, child in parent.named_children():
+                if child in wrappers:
+                    setattr(parent, name, wrappers[child])
+        if self.offload:
+            options["offload_policy"] = CPUOffloadPolicy(parameters=self.offload == "parameters")
+        for group in self.groups:
+            modules = [wrappers.get(known[name], known[name]) for name in group.modules]
+            target: Any = modules if len(modules) > 1 else modules[0]
+            after_forward = group.reshards if self.zero_stage == 3 else None
+            fully_shard(target, zero_stage=self.zero_stage, reshard_after_forward=after_forward, **options)
+        sharded: Any = model
+        sharded.set_prefetch_limit(self.prefetch)
+        return model
+
+    def to_json(self) -> str:
+        """The plan as JSON, for :meth:`from_json`."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """A plan from the JSON of :meth:`to_json`, which may have been changed by hand.
+
+        Raises:
+            ValueError: the text is no JSON, a field is missing or unknown, or has a value that it cannot have. The
+                message names the field.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a plan is JSON, and this is not: {error}") from error
+        plan: Plan = _made(cls, data, "the plan", {"groups": PlannedGroup, "changes": Change})
+        plan._check()
+        return plan
+
+    def _check(self) -> None:
+        """Raise ValueError for values that no plan can have."""
+        counts = Counter(name for group in self.groups for name in group.modules)
+        kept = [group for group in self.groups if group.reshards]
+        wrong = {
+            "ranks": self.ranks < 1 and "must be 1 or more",
+            "memory": self.memory < 1 and "must be 1 or more",
+            "zero_stage": self.zero_stage not in (1, 2, 3) and "must be 1, 2 or 3",
+            "prefetch": self.prefetch < 0 and "must be 0 or more",
+            "offload": self.offload not in OFFLOADS and f"must be one of {', '.join(map(repr, OFFLOADS))}",
+            "recomputed": "" in self.recomputed and "must not name the model itself",
+            "groups": (
+                (not self.groups or self.groups[-1].modules != ("",))
+                and "must end with the group of the model itself, whose modules are ['']"
+            )
+            or (not all(group.modules for group in self.groups) and "must each have a module")
+            or (max(counts.values()) > 1 and f"must not name a module twice, as {counts.most_common(1)[0][0]!r}")
+            or (bool(self.zero_stage < 3 and kept) and f"must not reshard in stage {self.zero_stage}"),
+        }
+        for name, why in wrong.items():
+            if why:
+                raise ValueError(f"the plan's '{name}' {why}, got {getattr(self, name)!r}")
+
+    def __str__(self) -> str:
+        whole = [group for group in self.groups if not group.reshards]
+        sizes = Counter(len(group.modules) for group in self.groups)
+        rows = [
+            ["groups", f"{len(self.groups)}, of {', '.join(counted(size, 'module') for size in sorted(sizes))}"],
+            ["stage", str(self.zero_stage)],
+            ["whole after forward", f"{len(whole)}: {_names([name for each in whole for name in each.modules])}"],
+            ["recomputed", f"{len(self.recomputed)}: {_names(self.recomputed)}"],
+            ["gathered ahead", counted(self.prefetch, "group")],
+            ["on the CPU", self.offload or "nothing"],
+        ]
+        head = (
+            f"{self.model} on {counted(self.ranks, 'rank')} ('{self.transport}') in {bytes_text(self.memory)} each: "
+            f"needs {bytes_text(self.needed)}, and {seconds_text(self.seconds)} for a forward and backward"
+        )
+        changes = [[each.what, bytes_text(each.saves), seconds_text(each.costs)] for each in self.changes]
+        parts = [
+            wrapped(head),
+            table(["choice", "value"], [[name, wrapped(value, "", 88)] for name, value in rows], "ll"),
+            table(["change of the fastest plan", "saves", "costs"], changes) if changes else "The fastest plan fits.",
+            "\n".join(map(wrapped, self.notes)),
+        ]
+        return "\n\n".join(filter(None, parts))
+
+
+def _names(names: Sequence[str]) -> str:
+    """Names, where runs of numbered modules are shortened."""
+    runs: list[list[str]] = []
+    for name in names:
+        where, _, number = name.rpartition(".")
+        before = runs[-1][-1].rpartition(".") if runs else ("", "", "")
+        follows = number.isdecimal() and before[2].isdecimal() and before[0] == where
+        if follows and int(number) == int(before[2]) + 1:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    short = [run[0] if len(run) == 1 else f"{run[0]} .. {run[-1].rpartition('.')[2]}" for run in runs]
+    return ", ".join(name or "(root)" for name in short) or "none"
+
+
+def _made(cls: type, data: object, where: str, inner: Mapping[str, type] = {}) -> Any:
+    """An object of a dataclass from data of JSON. Raises ValueError that names the field."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} must be an object, got {data!r}")
+    known = {field.name: field for field in fields(cls)}
+    for name in data:
+        if name not in known:
+            raise ValueError(f"{where} has a field '{name}', which is not one of {', '.join(known)}")
+    example = _EXAMPLES[cls]
+    values: dict[str, Any] = {}
+    for name in known:
+        if name not in data:
+            raise ValueError(f"{where} has no field '{name}'")
+        value, kind = data[name], type(getattr(example, name))
+        if kind is tuple:
+            if not isinstance(value, list):
+                raise ValueError(f"{where}'s '{name}' must be a list, got {value!r}")
+            if name in inner:
+                value = tuple(_made(inner[name], each, f"{where}'s '{name}'[{at}]") for at, each in enumerate(value))
+            elif not all(isinstance(each, str) for each in value):
+                raise ValueError(f"{where}'s '{name}' must have strings, got {value!r}")
+            values[name] = tuple(value)
+        elif type(value) is kind or (kind is float and type(value) is int):
+            values[name] = value
+        else:
+            raise ValueError(f"{where}'s '{name}' must be of type {kind.__name__}, got {value!r}")
+    return cls(**values)
+
+
+_EXAMPLES: dict[type, Any] = {
+    PlannedGroup: PlannedGroup(("",), True),
+    Change: Change("", 0, 0.0),
+    Plan: Plan("", 1, "", 1, 1, 0.0, 3, ()),
+}
+
+
+def shortened(changes: Sequence[Change]) -> tuple[Change, ...]:
+    """The changes, where those of one kind that follow each other are one."""
+    runs: list[tuple[int, Change]] = []
+    for change in changes:
+        if runs and runs[-1][1].what == change.what:
+            count, last = runs[-1]
+            runs[-1] = count + 1, replace(last, saves=last.saves + change.saves, costs=last.costs + change.costs)
+        else:
+            runs.append((1, change))
+    return tuple(replace(each, what=f"{each.what} ({count} times)" if count > 1 else each.what) for count, each in runs)

@@ -1,0 +1,184 @@
+"""What a step of a planned model needs: the bytes at each of its moments, and seconds.
+
+A moment of the replay and the same moment of the traced step are added, so that activations that are gone by the time
+gradients are there do not count beside them. The step is one of many: what a step keeps for the next one is there all
+the time.
+
+Activations are traced twice, without recomputation and with all blocks recomputed. For plans between the two, each
+block brings its own part from one of the traces::
+
+    alive in a block = what the blocks before it keep, recomputed or not  +  its own work, recomputed or not
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fullshard.report.activations import Activations, Moment, Pass
+from fullshard.report.estimate import Hardware, estimate_step
+from fullshard.report.facts import ON_CPU, ModelFacts
+from fullshard.report.replay import Replay
+from fullshard.report.text import bytes_text
+
+#: The root, where it has no group.
+ROOT = "(root)"
+#: Bytes/s between an accelerator and the CPU, and bytes/s of the state that an optimizer updates on the CPU.
+TO_CPU, ON_CPU_UPDATED = 20e9, 10e9
+#: Bytes of an element of the optimizer's state and of its temporary results.
+_ELEMENT = 4
+#: Bytes, and a share, for what is not counted: objects of autograd and Python, rounded allocations, work of kernels.
+_UNCOUNTED, _SHARE = 2 * 2**20, 0.03
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a step needs.
+
+    Attributes:
+        peaks: bytes by what runs, such as ``"backward of layers.3"``.
+        seconds: of a forward and backward.
+        parts: the bytes of what is there all the time, by kind, and of the activations at the largest peak.
+    """
+
+    peaks: Mapping[str, int]
+    seconds: float
+    parts: Mapping[str, int]
+
+    @property
+    def most(self) -> int:
+        return max(self.peaks.values())
+
+    def above(self, memory: int) -> int:
+        """The bytes above ``memory``, of all peaks together."""
+        return sum(max(0, nbytes - memory) for nbytes in self.peaks.values())
+
+    @property
+    def why(self) -> str:
+        """Which peak is the largest, and what takes most of it."""
+        largest = max(self.peaks, key=lambda name: self.peaks[name])
+        kind = max(self.parts, key=lambda name: self.parts[name])
+        return f"the {largest}, of which {bytes_text(self.parts[kind])} are {kind}"
+
+
+def need_of(
+    facts: ModelFacts,
+    activations: Activations,
+    hardware: Hardware,
+    optimizer_bytes: float,
+    batch: int,
+) -> Need:
+    """What a step of these facts needs. The positions of groups in ``activations`` are those in the facts."""
+    replay, groups = Replay(facts), facts.groups
+    kept = sum(count * size for kind, count, size in replay.kept if not kind.endswith(ON_CPU))
+    freed = [group.whole for group in groups if group.reshards and not group.shares]
+    late = [at for at in set(activations.late) if groups[at].reshards and not groups[at].shares]
+    kept += max(freed, default=0) * len(late)
+    shards = sum(group.shard for group in groups if not group.offloaded)
+    gradients = sum(group.reduced for group in groups if not group.offloaded)
+    trained = sum(group.trained for group in groups if not group.offload)
+    state = round(optimizer_bytes * trained)
+    rest = shards + state + facts.outside + batch + kept + _UNCOUNTED
+    passes, widest = Counter[str](), Counter[tuple[str, int]]()
+    for (during, at, _), nbytes in replay.beside.items():
+        passes[during] = max(passes[during], nbytes)
+        widest[during, at] = max(widest[during, at], nbytes)
+    peaks = Counter[str]()
+    alive = defaultdict[str, int](int)
+    for moment, nbytes in activations.peaks.items():
+        during, at, _ = moment
+        beside = replay.beside.get(moment, widest.get((during, at), passes[during]))
+        name = f"{during} of {groups[at].title if at >= 0 else ROOT}"
+        if rest + beside + nbytes > peaks[name]:
+            peaks[name], alive[name] = rest + beside + nbytes, nbytes
+    chunks = [param.chunk * param.is_trainable for group in groups for param in group.parameters if not group.offload]
+    updated = 2 * max(chunks, default=0) if groups[0].is_host else trained  # foreach updates all at once
+    peaks["optimizer step"] = rest + gradients + (_ELEMENT * updated if optimizer_bytes > _ELEMENT else 0)
+    peaks = Counter({name: round((1 + _SHARE) * nbytes) for name, nbytes in peaks.items()})
+    moved = sum(2 * (group.shard + group.reduced) for group in groups if group.offloaded)
+    moved += 2 * round(optimizer_bytes * sum(group.trained for group in groups if group.offload == "optimizer state"))
+    on_cpu = (optimizer_bytes + 12) * sum(group.trained for group in groups if group.offloaded)
+    seconds = estimate_step(facts, replay, hardware, activations.flops).step + moved / TO_CPU + on_cpu / ON_CPU_UPDATED
+    largest = max(peaks, key=lambda name: peaks[name])
+    parts = {"shards": shards, "optimizer state": state, "buffers of parameters and gradients": kept}
+    parts |= {"activations": alive[largest], "gradients": 0 if alive[largest] else gradients}
+    return Need(dict(peaks), seconds, parts)
+
+
+class TracedBlocks:
+    """Two traces of a step in which each block, and each large layer outside of the blocks, is a group of its own.
+
+    Args:
+        facts: of the model that was traced.
+        plain: the trace without recomputation.
+        recomputed: the trace in which the repeatable blocks are recomputed, ``None`` if there are none.
+        blocks: the names of the blocks.
+        repeatable: the names of those that may run twice.
+    """
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        plain: Activations,
+        recomputed: Activations | None,
+        blocks: Sequence[str],
+        repeatable: Sequence[str],
+    ) -> None:
+        self._plain, self._recomputed = plain, recomputed or plain
+        self._names = [group.name for group in facts.groups]
+        positions = list(dict.fromkeys(plain.order))
+        self._order = {position: number for number, position in enumerate(positions)}
+        self.order = [self._names[position] for position in positions]
+        self._blocks = [at for at in positions if self._names[at] in blocks]
+        costs = {
+            at: sum(self._recomputed.flops.get((p, at), 0) - plain.flops.get((p, at), 0) for p in _PASSES)
+            for at in self._blocks
+        }
+        saves = {at: self._kept(at, False) - self._kept(at, True) for at in self._blocks}
+        worth = [at for at in self._blocks if saves[at] > 0 and self._names[at] in repeatable]
+        worth.sort(key=lambda at: round(costs[at] / saves[at], 6))
+        #: The blocks that recomputation makes smaller, those first that lose the fewest FLOPs for a byte.
+        self.worth = [self._names[at] for at in worth] if recomputed else []
+
+    def combined(self, facts: ModelFacts, recomputed: Collection[str]) -> Activations:
+        """The activations of a model with other groups, where some blocks are recomputed."""
+        owner = {name: at for at, group in enumerate(facts.groups) for name in group.name.split(", ")}
+        at_in = [owner.get(name, owner.get("", -1)) for name in self._names] + [owner.get("", -1)]  # of -1 too
+        again = {at for at in self._blocks if self._names[at] in recomputed}
+        peaks: dict[Moment, int] = {}
+        for moment, plain in self._plain.peaks.items():
+            during, at, ended = moment
+            before = self._before(moment)
+            nbytes, is_again = plain, at in again
+            if is_again:
+                nbytes = self._recomputed.peaks.get(moment, plain)
+            nbytes += sum(self._kept(each, each in again) - self._kept(each, is_again) for each in before)
+            key = during, at_in[at], at_in[ended] if ended >= 0 else -1
+            if key[1] == key[2]:  # the group's modules go on
+                key = during, at_in[at], -1
+            peaks[key] = max(peaks.get(key, 0), nbytes)
+        flops: Counter[tuple[Pass, int]] = Counter()
+        for at, position in enumerate(at_in[:-1]):
+            for during in _PASSES:
+                trace = self._recomputed if at in again else self._plain
+                flops[during, position] += trace.flops.get((during, at), 0)
+        late = tuple(at_in[at] for at in (self._recomputed if again else self._plain).late)
+        return replace(self._plain, peaks=peaks, flops=dict(flops), late=late)
+
+    def _kept(self, at: int, is_recomputed: bool) -> int:
+        return (self._recomputed if is_recomputed else self._plain).kept_by.get(at, 0)
+
+    def _before(self, moment: Moment) -> Iterable[int]:
+        """The blocks whose activations are alive at a moment, beside those of the block that runs."""
+        during, at, ended = moment
+        if at >= 0 and self._names[at]:
+            end = self._order.get(at, 0)
+        elif ended < 0:
+            end = 0 if during == "forward" else len(self._order)
+        else:
+            end = self._order.get(ended, 0) + (during == "forward")
+        return [each for each in self._blocks if self._order[each] < end]
+
+
+_PASSES: tuple[Pass, Pass] = ("forward", "backward")

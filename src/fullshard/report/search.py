@@ -1,0 +1,444 @@
+"""Finds out how to shard a model so that a step fits into memory and loses little time: :func:`fit`.
+
+The search begins with the fastest plan: every group stays whole from forward to backward, and nothing is recomputed.
+While a moment of the step needs too much, it makes the change that loses the fewest seconds for each byte by which the
+step comes nearer to fitting. In the end it takes back the changes that later ones made needless. The plan is then
+applied to a copy of the model on meta, traced and replayed; if that needs more than the search had predicted, the
+search goes on with less memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard import tree
+from fullshard.comm.process_group import broadcast_object, has_peers
+from fullshard.comm.select import NAMES, simulated_transport
+from fullshard.policies import MixedPrecisionPolicy
+from fullshard.report.activations import Loss, trace_step
+from fullshard.report.estimate import Hardware
+from fullshard.report.explain import ADAM
+from fullshard.report.facts import ModelFacts, facts_of
+from fullshard.report.plan import OFFLOADS, Change, Plan, PlannedGroup, shortened
+from fullshard.report.predicted import Need, TracedBlocks, need_of
+from fullshard.report.text import bytes_of, bytes_text, counted, seconds_text
+from fullshard.schedule.unit import units_in
+from fullshard.torch_private import simulated_world
+from fullshard.wrap import repeated_blocks
+
+#: The hardware that is assumed: FLOP/s of a rank that computes, bytes/s and seconds of an exchange, by transport.
+_COMPUTES = {"cpu": 30e9, "accelerator": 200e12}
+_EXCHANGES = {"shm": (10e9, 20e-6), "p2p": (1e9, 200e-6), "collective": (1e9, 500e-6), "accelerator": (50e9, 20e-6)}
+#: Numbers of blocks that form a group.
+_SIZES = (1, 2, 4)
+#: Layers outside of the blocks may have a group of their own if they have this share of the parameters.
+_LARGE = 0.02
+#: How often a plan that needs more than the search had predicted is searched for again.
+_ATTEMPTS = 4
+
+
+class DoesNotFitError(ValueError):
+    """No plan fits into the memory.
+
+    Attributes:
+        smallest: the bytes of the smallest memory into which a plan fits, predicted.
+    """
+
+    def __init__(self, message: str, smallest: int) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A point of the search.
+
+    Args:
+        size: how many blocks form a group.
+        apart: whether large layers outside of the blocks have groups of their own.
+        offload: an index of ``OFFLOADS``.
+        resharded: how many groups are freed after forward: the first ones.
+        recomputed: how many blocks are recomputed: those that lose least.
+        prefetch: how many groups are gathered ahead.
+    """
+
+    size: int
+    apart: bool = False
+    offload: int = 0
+    resharded: int = 0
+    recomputed: int = 0
+    prefetch: int = 1
+
+
+def fit(
+    model: nn.Module,
+    sample_inputs: Any,
+    *,
+    memory: float | str,
+    ranks: int | None = None,
+    mesh: DeviceMesh | Sequence[int] | None = None,
+    optimizer_bytes: float = ADAM,
+    loss: Loss | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    hardware: dict[str, float] | None = None,
+) -> Plan:
+    """Plans how to shard a model so that a step fits into ``memory`` and takes as little time as possible.
+
+    ::
+
+        plan = fullshard.fit(model, batch, memory="6 GiB")     # in a job: for its ranks
+        print(plan)
+        plan.apply(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        fullshard.fit(model, batch, memory="6 GiB", ranks=64)  # without a job: for ranks that do not exist
+
+    Chooses the groups, which of them are freed between forward and backward, which blocks are recomputed in backward,
+    the prefetch limit and, on an accelerator, what is offloaded to the CPU. Activations are measured by a forward and
+    backward on tensors without memory, not guessed from classes. The model stays as it is.
+
+    Args:
+        model: the model, on the CPU or on meta, not sharded yet.
+        sample_inputs: an example of what one rank's forward gets: a tensor, a tuple of positional arguments, or a dict
+            of keyword arguments. Only shapes and dtypes matter.
+        memory: what a rank may use, in bytes or as ``"6 GiB"``. On an accelerator: memory of the device. On the CPU:
+            what the process takes beside what the interpreter and its libraries need; where ranks share memory, with
+            this rank's share of the shared segments, which is their size divided by the ranks.
+        ranks: the number of ranks to simulate. By default the ranks of this job.
+        mesh: the mesh, as for :func:`~fullshard.fully_shard`; where ranks are simulated, its sizes: ``(2, 4)`` for two
+            replicas that shard over four ranks each.
+        optimizer_bytes: bytes of optimizer state for each element that an optimizer updates. The default is AdamW's.
+        loss: a function of the model and the inputs that runs the model and returns the loss, if forward does not.
+        mp_policy: the mixed precision. Give it to :meth:`Plan.apply` too.
+        hardware: what :meth:`Explanation.estimate` is to know of the hardware: ``peak_flops``, ``efficiency``,
+            ``bandwidth``, ``latency`` and others. What is missing is assumed; the plan says which numbers.
+
+    Returns:
+        the plan, the same on all ranks.
+
+    Raises:
+        DoesNotFitError: no plan fits. It says how much memory one needs, and for what.
+        ValueError: the model is sharded already or has no parameters, or an argument has a value that it cannot have.
+        RuntimeError: ``ranks`` is given in a process of a job with a different number, or is missing in a process
+            without a job; or forward or backward failed on tensors without values.
+
+    Ranks: with ``ranks``, each for itself; otherwise all alike.
+    """
+    size = bytes_of(memory)
+    if units_in(model):
+        raise ValueError(f"this {type(model).__name__} is sharded already: fit() takes a model that is not")
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError(f"this {type(model).__name__} has no parameters that require gradients: nothing is trained")
+    if dist.is_initialized():
+        if ranks not in (None, dist.get_world_size()):
+            raise RuntimeError(
+                f"this process is one of {dist.get_world_size()} ranks and cannot plan for {ranks}: leave out ranks=, "
+                f"or plan in a different process, for example by `fullshard fit FILE:FUNCTION --ranks {ranks}`"
+            )
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise ValueError(f"mesh must be a DeviceMesh in a job, got {mesh!r}")
+        return Search(model, sample_inputs, optimizer_bytes, loss, mesh, mp_policy, hardware or {}).plan(size)
+    if ranks is None or ranks < 1:
+        raise RuntimeError(f"this process is not a rank of a job: give fit() the number of ranks, got ranks={ranks}")
+    if isinstance(mesh, DeviceMesh):
+        raise ValueError("a DeviceMesh belongs to a job: where ranks are simulated, give its sizes, such as (2, 4)")
+
+    def search(ranks: int, mesh: Sequence[int] | None, mp_policy: MixedPrecisionPolicy) -> Plan:
+        with _simulated(ranks, mesh) as made:
+            return Search(model, sample_inputs, optimizer_bytes, loss, made, mp_policy, hardware or {}).plan(size)
+
+    others: dict[str, tuple[int, Sequence[int] | None, MixedPrecisionPolicy]] = {}
+    larger = None if mesh is None else (*mesh[:-1], 2 * mesh[-1])
+    others[f"on {2 * ranks} ranks"] = 2 * ranks, larger, mp_policy
+    if mp_policy.param_dtype is None:
+        others["computed in bfloat16"] = ranks, mesh, replace(mp_policy, param_dtype=torch.bfloat16)
+    notes = []
+    for what, given in others.items():
+        try:
+            found = search(*given)
+        except DoesNotFitError as error:
+            notes.append(f"{what}: needs at least {bytes_text(error.smallest)}")
+        else:
+            again = f", {len(found.recomputed)} recomputed" if found.recomputed else ""
+            needs = f"needs {bytes_text(found.needed)}, {seconds_text(found.seconds)} a step{again}"
+            notes.append(f"{what}: {needs}")
+    try:
+        plan = search(ranks, mesh, mp_policy)
+    except DoesNotFitError as error:
+        raise DoesNotFitError(f"{error}. Otherwise: {'; '.join(notes)}", error.smallest) from None
+    return replace(plan, notes=(f"Otherwise: {'; '.join(notes)}", *plan.notes))
+
+
+@contextmanager
+def _simulated(ranks: int, sizes: Sequence[int] | None) -> Iterator[DeviceMesh | None]:
+    """A context in which this process is a rank of a simulated world, with the transport that such a job would have."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    asked = os.environ.get("FULLSHARD_TRANSPORT", "")
+    transport = "" if accelerator else asked if asked in NAMES else "shm" if ranks > 1 else "p2p"
+    with simulated_world(ranks, 0), simulated_transport(transport):
+        names = ("replicate", "shard")[-len(sizes) :] if sizes else ()
+        device_type = accelerator.type if accelerator else "cpu"
+        yield init_device_mesh(device_type, tuple(sizes), mesh_dim_names=names) if sizes else None
+
+
+class Search:
+    """The search for one model, on the ranks of this job, which may be simulated."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        optimizer_bytes: float,
+        loss: Loss | None,
+        mesh: DeviceMesh | None,
+        mp_policy: MixedPrecisionPolicy,
+        hardware: dict[str, float],
+    ) -> None:
+        self._model, self._inputs, self._loss = model, inputs, loss
+        self._optimizer_bytes, self._options = optimizer_bytes, {"mesh": mesh, "mp_policy": mp_policy}
+        self._batch = sum(tensor.nbytes for tensor in tree.tensors(inputs))
+        names = {module: name for name, module in reversed(list(model.named_modules()))}
+        self.blocks = [names[block] for block in repeated_blocks(model)]
+        self._layers = [names[layer] for layer in _large_layers(model, repeated_blocks(model))]
+        self._facts: dict[tuple[int, bool, int], ModelFacts] = {}
+        self._groups: dict[tuple[int, bool, int], list[PlannedGroup]] = {}
+        self._order: list[str] = []  # of the modules in forward
+        fine = _Choice(1, apart=True)
+        repeatable = [name for name in self.blocks if not _counts(model.get_submodule(name))]
+        sharded = self._sharded(fine, repeatable)  # collective, as all that follows in the same order on all ranks
+        again = trace_step(sharded, inputs, loss) if repeatable else None
+        plain = self._sharded(fine, [])
+        found = trace_step(plain, inputs, loss)
+        self._traced = TracedBlocks(facts_of(plain, found.order), found, again, self.blocks, repeatable)
+        self._order = self._traced.order
+        offloads = range(len(OFFLOADS)) if units_in(plain)[0].device.type != "cpu" else (0,)
+        for offload in offloads:
+            for size in _SIZES:
+                for apart in (False, True) if self._layers else (False,):
+                    if size == 1 or len(self.blocks) >= 2 * size:
+                        self._add(_Choice(size, apart, offload))
+        first = next(iter(self._facts.values())).groups[0]
+        self._transport, self._ranks = first.transport, dist.get_world_size()
+        self._hardware = _hardware(first.transport if first.is_host else "accelerator", hardware)
+        self.need = cache(self._need)
+
+    def plan(self, memory: int) -> Plan:
+        """The plan that fits into ``memory``; the same on all ranks, by what rank 0 finds."""
+        room = memory
+        for _ in range(_ATTEMPTS):
+            plan = self.agreed(self._found(room, memory))
+            if plan is None:
+                break
+            need = self.agreed(self.checked(plan))
+            if need.most <= memory:
+                return replace(plan, needed=need.most, seconds=need.seconds)
+            room -= need.most - memory
+        plan = self.agreed(self._planned(self._smallest(), memory, []))
+        need = self.agreed(self.checked(plan))
+        if need.most <= memory:
+            return replace(plan, needed=need.most, seconds=need.seconds)
+        raise DoesNotFitError(
+            f"no plan fits this {type(self._model).__name__} on {counted(self._ranks, 'rank')} into "
+            f"{bytes_text(memory)}: the smallest memory is {bytes_text(need.most)}, for {need.why}",
+            need.most,
+        )
+
+    def agreed(self, value: Any) -> Any:
+        """What rank 0 has."""
+        return broadcast_object(value, None) if has_peers(dist.group.WORLD) else value
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether recomputation makes any block smaller."""
+        return bool(self._traced.worth)
+
+    # the models that are looked at
+
+    def _groups_of(self, choice: _Choice) -> list[PlannedGroup]:
+        """The groups of a choice, in the order in which forward runs them; the one of the model itself is the last."""
+        blocks = sorted(self.blocks, key=self._position)
+        chunks = [tuple(blocks[at : at + choice.size]) for at in range(0, len(blocks), choice.size)]
+        chunks += [(name,) for name in self._layers if choice.apart]
+        chunks.sort(key=lambda names: self._position(names[0]))
+        return [PlannedGroup(names, False) for names in [*chunks, ("",)]]
+
+    def _position(self, name: str) -> int:
+        """When forward runs a module, if that is known."""
+        return self._order.index(name) if name in self._order else len(self._order)
+
+    def _planned(self, choice: _Choice, memory: int, changes: Sequence[Change]) -> Plan:
+        key = choice.size, choice.apart, choice.offload
+        groups = [replace(group, reshards=at < choice.resharded) for at, group in enumerate(self._groups[key])]
+        need = self.need(choice)
+        return Plan(
+            model=type(self._model).__name__,
+            ranks=self._ranks,
+            transport=self._transport,
+            memory=memory,
+            needed=need.most,
+            seconds=need.seconds,
+            zero_stage=3 if choice.resharded else 2,
+            groups=tuple(groups),
+            recomputed=tuple(name for name in self.blocks if name in self._traced.worth[: choice.recomputed]),
+            prefetch=choice.prefetch,
+            offload=OFFLOADS[choice.offload],
+            changes=shortened(changes),
+            notes=(f"Assumed: {self._hardware}",),
+        )
+
+    def _sharded(self, choice: _Choice, recomputed: Sequence[str]) -> nn.Module:
+        groups = tuple(self._groups_of(choice))
+        plan = Plan("", 1, "", 1, 1, 0, 2, groups, tuple(recomputed), offload=OFFLOADS[choice.offload])
+        return plan.apply(_on_meta(self._model), **self._options)
+
+    def _add(self, choice: _Choice) -> None:
+        """Take the facts of the groups of a choice. Collective."""
+        key = choice.size, choice.apart, choice.offload
+        self._groups[key] = self._groups_of(choice)
+        sharded = self._sharded(choice, [])
+        names = [group.name for group in facts_of(sharded).groups]
+        owner = {name: at for at, title in enumerate(names) for name in title.split(", ")}
+        found = [owner.get(name, owner.get("")) for name in self._order]
+        self._facts[key] = facts_of(sharded, [at for at in found if at is not None])
+
+    def checked(self, plan: Plan) -> Need:
+        """What the plan needs, traced and replayed as it is. Collective."""
+        sharded = plan.apply(_on_meta(self._model), **self._options)
+        found = trace_step(sharded, self._inputs, self._loss)
+        facts = facts_of(sharded, found.order)
+        return need_of(facts, found, self._hardware, self._optimizer_bytes, self._batch)
+
+    def _need(self, choice: _Choice) -> Need:
+        key = choice.size, choice.apart, choice.offload
+        facts, freed = self._facts[key], self._groups[key][: choice.resharded]
+        names = {", ".join(group.modules) for group in freed}
+        groups = tuple(replace(each, reshards=each.name in names and each.communicates) for each in facts.groups)
+        recomputed = self._traced.worth[: choice.recomputed]
+        changed = replace(facts, groups=groups, prefetch=choice.prefetch)
+        traced = self._traced.combined(changed, recomputed)
+        return need_of(changed, traced, self._hardware, self._optimizer_bytes, self._batch)
+
+    # the search
+
+    def _found(self, room: int, memory: int) -> Plan | None:
+        """The plan that the search finds for ``room``, ``None`` if no change brings the step nearer to fitting."""
+        choice, changes = self._fastest(), list[Change]()
+        while (before := self.need(choice)).above(room):
+            options = [
+                (self._loss_of(before, self.need(other), room), number, other, what)
+                for number, (other, what) in enumerate(self._changes(choice))
+                if self.need(other).above(room) < before.above(room)
+            ]
+            if not options:
+                return None
+            _, _, other, what = min(options)
+            after = self.need(other)
+            changes.append(Change(what, before.most - after.most, after.seconds - before.seconds))
+            choice = other
+        for name in ("recomputed", "resharded", "prefetch"):
+            choice = self._taken_back(choice, name, room)
+        return self._planned(choice, memory, changes)
+
+    @staticmethod
+    def _loss_of(before: Need, after: Need, room: int) -> float:
+        """Seconds lost for each byte by which the step comes nearer to fitting."""
+        return round((after.seconds - before.seconds) / (before.above(room) - after.above(room)), 15)
+
+    def _taken_back(self, choice: _Choice, name: str, room: int) -> _Choice:
+        """The choice with as few changes of one kind as fit."""
+        while True:
+            value = getattr(choice, name)
+            other = replace(choice, **{name: value + 1 if name == "prefetch" else value - 1})
+            if (name == "prefetch" and value >= 1) or (name != "prefetch" and value == 0):
+                return choice
+            if self.need(other).above(room) or self.need(other).seconds >= self.need(choice).seconds:
+                return choice
+            choice = other
+
+    def _fastest(self) -> _Choice:
+        """The fastest choice; of equal ones the one that needs least."""
+        starts = [_Choice(size, apart) for size, apart, offload in self._facts if not offload]
+        return min(starts, key=lambda choice: (self.need(choice).seconds, self.need(choice).most))
+
+    def _smallest(self) -> _Choice:
+        """The choice that needs least memory, of those to which every change leads."""
+        choice = best = self._fastest()
+        while True:
+            following = [other for other, _ in self._changes(choice)]
+            if not following:
+                return best
+            choice = min(following, key=lambda other: (self.need(other).most, self.need(other).above(0)))
+            best = min(best, choice, key=lambda other: self.need(other).most)
+
+    def _changes(self, choice: _Choice) -> Iterator[tuple[_Choice, str]]:
+        """The choices that are one change away, each with its words."""
+        key = choice.size, choice.apart, choice.offload
+        if choice.resharded < len(self._groups[key]) and self._ranks > 1:
+            yield replace(choice, resharded=choice.resharded + 1), "free one more group after forward"
+        if choice.recomputed < len(self._traced.worth):
+            yield replace(choice, recomputed=choice.recomputed + 1), "recompute one more block"
+        if choice.prefetch:
+            yield replace(choice, prefetch=0), "gather no group ahead"
+        if choice.size > 1:
+            smaller = replace(choice, size=choice.size // 2)
+            groups = len(self._groups[smaller.size, choice.apart, choice.offload])
+            every = choice.resharded == len(self._groups[key])
+            yield replace(smaller, resharded=groups if every else 2 * choice.resharded), "halve the groups of blocks"
+        if not choice.apart and (choice.size, True, choice.offload) in self._facts:
+            more = choice.resharded + len(self._layers) * (choice.resharded == len(self._groups[key]))
+            yield replace(choice, apart=True, resharded=more), "large layers outside of the blocks apart"
+        if (choice.size, choice.apart, choice.offload + 1) in self._facts:
+            yield replace(choice, offload=choice.offload + 1), f"{OFFLOADS[choice.offload + 1]} on the CPU"
+
+
+def _hardware(kind: str, given: dict[str, float]) -> Hardware:
+    bandwidth, latency = _EXCHANGES[kind]
+    assumed = {"bandwidth": bandwidth, "latency": latency, "peak_flops": _COMPUTES.get(kind, _COMPUTES["cpu"])}
+    try:
+        return Hardware(count=1, **{**assumed, **given})  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ValueError(f"hardware has arguments of Explanation.estimate, got {given}: {error}") from error
+
+
+def _large_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Layers outside of the blocks with many parameters that are theirs alone, such as an embedding and a head."""
+    inside = {inner for block in blocks for inner in block.modules()}
+    users: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            users[param] = users.get(param, 0) + 1
+    least = _LARGE * sum(param.numel() for param in users)
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.Linear))
+        and module not in inside
+        and module is not model
+        and all(users[param] == 1 for param in module.parameters())
+        and sum(param.numel() for param in module.parameters()) >= least
+    ]
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers are on meta."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        made = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    return copy.deepcopy(model, memo)
+
+
+def _counts(block: nn.Module) -> bool:
+    """Whether a block has running statistics, as batch norms have: a second forward would count the batch twice."""
+    return any(name.rpartition(".")[2] == "running_mean" for name, _ in block.named_buffers())
