@@ -37,8 +37,13 @@ class PlannedGroup:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a plan that :func:`fullshard.fit` made, the bytes that it saves at the peak, and the seconds that it
-    costs in each step."""
+    """A change that :func:`fullshard.fit` made to the fastest plan.
+
+    Args:
+        what: the change, in words.
+        saves: the bytes that it saves at the peak of a step.
+        costs: the seconds that it costs in each step.
+    """
 
     what: str
     saves: int
@@ -124,7 +129,10 @@ class Plan:
         return model
 
     def to_json(self) -> str:
-        """The plan as JSON, for :meth:`from_json`."""
+        """The plan as JSON, for :meth:`from_json`.
+
+        Ranks: each for itself.
+        """
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
@@ -134,6 +142,8 @@ class Plan:
         Raises:
             ValueError: the text is no JSON, a field is missing or unknown, or has a value that it cannot have. The
                 message names the field.
+
+        Ranks: each for itself.
         """
         try:
             data = json.loads(text)

@@ -10,6 +10,7 @@ search goes on with less memory.
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -121,8 +122,9 @@ def fit(
         optimizer_bytes: bytes of optimizer state for each element that an optimizer updates. The default is AdamW's.
         loss: a function of the model and the inputs that runs the model and returns the loss, if forward does not.
         mp_policy: the mixed precision. Give it to :meth:`Plan.apply` too.
-        hardware: what :meth:`Explanation.estimate` is to know of the hardware: ``peak_flops``, ``efficiency``,
-            ``bandwidth``, ``latency`` and others. What is missing is assumed; the plan says which numbers.
+        hardware: the hardware, as :meth:`fullshard.report.explain.Explanation.estimate` takes it: ``peak_flops``,
+            ``efficiency``, ``bandwidth``, ``latency`` and others. What is missing is assumed; the plan says which
+            numbers.
 
     Returns:
         the plan, the same on all ranks.
@@ -332,28 +334,33 @@ class Search:
     # the search
 
     def _found(self, room: int, memory: int) -> Plan | None:
-        """The plan that the search finds for ``room``, ``None`` if no change brings the step nearer to fitting."""
+        """The plan that the search finds for ``room``, ``None`` if it finds none."""
         choice, changes = self._fastest(), list[Change]()
         while (before := self.need(choice)).above(room):
             options = [
-                (self._loss_of(before, self.need(other), room), number, other, what)
+                (*self._loss_of(before, self.need(other), room), number, other, what)
                 for number, (other, what) in enumerate(self._changes(choice))
-                if self.need(other).above(room) < before.above(room)
+                if self.need(other).above(room) <= before.above(room)
             ]
             if not options:
                 return None
-            _, _, other, what = min(options)
+            *_, other, what = min(options)
             after = self.need(other)
             changes.append(Change(what, before.most - after.most, after.seconds - before.seconds))
             choice = other
-        for name in ("recomputed", "resharded", "prefetch"):
-            choice = self._taken_back(choice, name, room)
-        return self._planned(choice, memory, changes)
+        ends = [choice, choice]
+        for at, names in enumerate((("recomputed", "resharded", "prefetch"), ("resharded", "recomputed", "prefetch"))):
+            for name in names:
+                ends[at] = self._taken_back(ends[at], name, room)
+        best = min(ends, key=lambda end: (self.need(end).seconds, self.need(end).most))
+        return self._planned(best, memory, changes)
 
     @staticmethod
-    def _loss_of(before: Need, after: Need, room: int) -> float:
-        """Seconds lost for each byte by which the step comes nearer to fitting."""
-        return round((after.seconds - before.seconds) / (before.above(room) - after.above(room)), 15)
+    def _loss_of(before: Need, after: Need, room: int) -> tuple[float, float]:
+        """The seconds that a change loses for each byte by which the step comes nearer to fitting, and all of them. A
+        change that brings it no nearer comes after those that do: the next change may need it."""
+        lost, nearer = after.seconds - before.seconds, before.above(room) - after.above(room)
+        return round(lost / nearer, 15) if nearer else math.inf, lost
 
     def _taken_back(self, choice: _Choice, name: str, room: int) -> _Choice:
         """The choice with as few changes of one kind as fit."""

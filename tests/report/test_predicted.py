@@ -1,0 +1,49 @@
+"""What is combined from two traces of blocks is what a trace of the plan itself finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from benchmarks.models import Work
+
+from fullshard.policies import MixedPrecisionPolicy
+from fullshard.report.explain import ADAM
+from fullshard.report.search import Search, _Choice, _simulated
+
+WORK = Work("combined", blocks=4, width=128, sequence=256, vocabulary=64)
+SIZE = 2
+
+
+@pytest.fixture(params=["shm", "p2p", "collective"])
+def search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Search]:
+    monkeypatch.setenv("FULLSHARD_TRANSPORT", request.param)
+    with _simulated(SIZE, None):
+        yield Search(WORK.build(), WORK.batch(0, 0), ADAM, None, None, MixedPrecisionPolicy(), {})
+
+
+def test_a_combination_of_traces_is_a_trace(search: Search) -> None:
+    for choice in (
+        _Choice(1),
+        _Choice(1, recomputed=2),
+        _Choice(1, resharded=5, recomputed=4, prefetch=0),
+        _Choice(2, resharded=1),
+    ):
+        combined, checked = search.need(choice), search.checked(search._planned(choice, 1, []))
+        assert combined.most == pytest.approx(checked.most, rel=0.03), choice
+        assert combined.seconds == pytest.approx(checked.seconds, rel=0.03), choice
+
+
+def test_a_need_is_explained_by_its_largest_part(search: Search) -> None:
+    need = search.need(_Choice(1))
+    assert need.above(need.most) == 0
+    assert need.above(need.most - 1) >= 1
+    phase, part = need.why.split(", of which ")
+    assert phase.startswith("the ")
+    assert max(need.peaks, key=lambda name: need.peaks[name]) in phase
+    assert part.split(" are ")[1] in need.parts
+
+
+def test_the_state_of_the_optimizer_counts(search: Search) -> None:
+    without = Search(WORK.build(), WORK.batch(0, 0), 0.0, None, None, MixedPrecisionPolicy(), {})
+    assert without.need(_Choice(1)).most < search.need(_Choice(1)).most
