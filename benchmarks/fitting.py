@@ -10,6 +10,7 @@ of that plan.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -234,7 +235,7 @@ def _speed(names: list[str]) -> None:
     for name in names:
         for transport in ("p2p", "shm"):
             found = run_ranks(_measure_speed, 2, name, transport)[0]
-            planned, best = found["fit"], min(seconds for way, seconds in found.items() if way != "fit")
+            planned, best = found["fit"], min((s for way, s in found.items() if way != "fit"), default=math.nan)
             others = ", ".join(f"{way} {seconds_text(seconds)}" for way, seconds in found.items() if way != "fit")
             rows.append([name, transport, seconds_text(planned), f"{planned / best:.2f}", others])
             print(table((), rows[-1:]), flush=True)
