@@ -478,8 +478,8 @@ MUTATIONS = (
     ),
     Mutation(
         "group/gradients.py",
-        "buffers - 1, buffers)",
-        "buffers - 1, buffers - 1)",
+        "in_use else buffers - 1, buffers)",
+        "in_use else buffers - 1, buffers - 1)",
         "tests/simulated/test_overlap.py::test_the_all_reduces_of_so_many_reductions_may_run",
     ),
     Mutation(
