@@ -819,14 +819,14 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/point_to_point.py",
-        "large = min(large, capacity)",
-        "large = 2 * capacity",
+        "large = min(large, capacity, *(",
+        "large = min(2 * capacity, 2 * capacity, *(",
         "tests/comm/test_transport.py::test_every_rank_gathers_all_parameters[W2-large-even-p2p-rounds]",
     ),
     Mutation(
         "comm/point_to_point.py",
-        "2 * tag + (not self._gathers)",
-        "2 * tag",
+        '2 * request.tag + (request.direction == "reduce")',
+        "2 * request.tag",
         "tests/comm/test_point_to_point.py::test_a_gather_and_a_reduction_of_one_group_may_start_in_opposite_order",
     ),
     Mutation(
