@@ -343,14 +343,10 @@ class _HostSumRoute(_HostReduceRoute):
 
     def _pieces_of_others(self) -> list[Piece]:
         """What other ranks add up of the values that are not in this rank's slot."""
-        first, ranks, mine = (
-            len(self._plans) - self._beside,
-            self.transport.local_ranks.size,
-            self.transport.local_ranks.rank,
-        )
-        others = [rank for rank in range(ranks) if rank != mine]
-        sections = list(enumerate(self._plans))[first:]
-        return [piece for i, plan in sections for rank in others for piece in plan.pieces(rank, i)]
+        ranks = self.transport.local_ranks
+        others = [rank for rank in range(ranks.size) if rank != ranks.rank]
+        beside = list(enumerate(self._plans))[len(self._plans) - self._beside :]
+        return [piece for i, plan in beside for rank in others for piece in plan.pieces(rank, i)]
 
     def forget_slots(self) -> None:
         super().forget_slots()
