@@ -16,9 +16,10 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 #: From the bottom to the top: a file may import what stands in its own row or in one above it.
 LAYERS = (
-    ("torch_private", "tree", "policies", "wire_policy", "_renamed"),
+    ("torch_private", "tree", "policies", "offload_policy", "wire_policy", "_renamed"),
     ("buffer.plan",),
     ("device",),
+    ("disk",),
     ("buffer",),
     ("comm",),
     ("group",),
@@ -46,6 +47,7 @@ LAYERS = (
 
 #: What parts of the library need beside torch.
 DEPENDENCIES = {
+    "disk": ("xxhash",),
     "checkpoint": ("xxhash", "safetensors", "tqdm", "upath"),
     "report": ("jinja2", "matplotlib", "plotly", "tabulate"),
 }

@@ -19,14 +19,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_common
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import fullshard
 from fullshard import policies
-from fullshard.policies import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardPlacementResult,
-)
+from fullshard.offload_policy import CPUOffloadPolicy, OffloadPolicy
+from fullshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult
 
 OURS_BEYOND_TORCH = {
     "MixedPrecisionPolicy": ["param_dtype_override_fn", "buffer_dtype"],  # the first is torch's from 2.15 on
@@ -73,17 +69,17 @@ def test_fields_and_defaults_are_torchs_and_ours_follow(name: str) -> None:
     def defaults(cls: type) -> list[tuple[str, Any]]:
         return [(field.name, field.default) for field in dataclasses.fields(cls)]
 
-    theirs, ours = defaults(getattr(torch_fsdp, name)), defaults(getattr(policies, name))
+    theirs, ours = defaults(getattr(torch_fsdp, name)), defaults(getattr(fullshard, name))
     assert ours[: len(theirs)] == theirs
     beyond = [field for field, _ in ours[len(theirs) :]]
     assert beyond == [field for field in OURS_BEYOND_TORCH.get(name, []) if (field, None) not in theirs]
-    kinds = {field.name: field.kw_only for field in dataclasses.fields(getattr(policies, name))}
+    kinds = {field.name: field.kw_only for field in dataclasses.fields(getattr(fullshard, name))}
     assert {field for field, kw_only in kinds.items() if kw_only} <= {"param_dtype_override_fn"}
 
 
 @pytest.mark.parametrize("name", ["Comm", "AllGather", "ReduceScatter"])
 def test_communication_interfaces_take_the_arguments_of_torchs(name: str) -> None:
-    ours, theirs = getattr(policies, name), getattr(_fsdp_api, name)
+    ours, theirs = getattr(fullshard, name), getattr(_fsdp_api, name)
     assert ours.__abstractmethods__ == theirs.__abstractmethods__
     for method in theirs.__abstractmethods__:
         described = [
@@ -153,25 +149,6 @@ class TestMixedPrecisionPolicy:
     def test_refuses_a_dtype_where_a_switch_belongs(self) -> None:
         with pytest.raises(TypeError, match="cast_forward_inputs"):
             MixedPrecisionPolicy(None, None, None, torch.bfloat16)  # type: ignore[arg-type]
-
-
-class TestCPUOffloadPolicy:
-    def test_offloads_everything_or_the_optimizer_state_alone(self) -> None:
-        assert dataclasses.astuple(CPUOffloadPolicy()) == (True, True, True)
-        assert dataclasses.astuple(CPUOffloadPolicy(parameters=False)) == (True, False, True)
-
-    def test_refuses_parameters_without_the_state_of_their_optimizer(self) -> None:
-        with pytest.raises(ValueError, match="without the state of their optimizer"):
-            CPUOffloadPolicy(optimizer_state=False)
-
-    def test_says_what_to_use_for_no_offload(self) -> None:
-        with pytest.raises(ValueError, match=r"offloads nothing: .*use OffloadPolicy\(\)"):
-            CPUOffloadPolicy(parameters=False, optimizer_state=False)
-
-    @pytest.mark.parametrize("field", ["pin_memory", "parameters", "optimizer_state"])
-    def test_refuses_switches_that_are_not_bools(self, field: str) -> None:
-        with pytest.raises(TypeError, match=field):
-            CPUOffloadPolicy(**{field: "cpu"})  # type: ignore[arg-type]
 
 
 class TestDataParallelMeshDims:
@@ -333,7 +310,7 @@ class TestTorchsOwnObjects:
         with pytest.raises(TypeError, match=rf"{argument} .*torch.bfloat16.*expected .*{expected}"):
             convert(torch.bfloat16)
         with pytest.raises(TypeError, match=rf"the class {expected} itself"):
-            convert(getattr(policies, expected))
+            convert(getattr(fullshard, expected))
 
     def test_the_wrappers_settings_are_not_taken_for_these(self) -> None:
         with pytest.raises(TypeError, match="MixedPrecision"):

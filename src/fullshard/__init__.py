@@ -15,17 +15,17 @@ from fullshard._renamed import renamed as _renamed_to
 from fullshard.comm.waits import PeerFailureError
 from fullshard.compat import names as _names  # noqa: F401
 from fullshard.compat.patch import is_patched, patch, unpatch
+from fullshard.disk.file import DiskError
 from fullshard.finite import NanDetector, NanError, detect_nan
 from fullshard.full_params import summon_full_params
 from fullshard.fully_shard import fully_shard, fully_shard_blocks
 from fullshard.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from fullshard.offload_policy import CPUOffloadPolicy, DiskOffloadPolicy, OffloadPolicy
 from fullshard.policies import (
     AllGather,
     Comm,
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     Ragged,
     ReduceScatter,
     ShardPlacementResult,
@@ -71,6 +71,8 @@ __all__ = [
     "Comm",
     "DataParallelMeshDims",
     "Diagnosis",
+    "DiskError",
+    "DiskOffloadPolicy",
     "DoesNotFitError",
     "FSDPModule",
     "FlatParameter",

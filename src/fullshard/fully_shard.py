@@ -34,9 +34,10 @@ from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP, ZERO, Placement,
 from fullshard.group.verify import verify_parameters, verify_values
 from fullshard.meshes import data_mesh, default_mesh, shard_replicas, smaller_mesh
 from fullshard.module import ShardedModule, sharded_class
+from fullshard.offload_policy import CPUOffloadPolicy, OffloadPolicy
 from fullshard.optim.steps import watch_steps
 from fullshard.overlaps import refuse_overlaps
-from fullshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, as_setting
+from fullshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, as_setting
 from fullshard.schedule.hooks import attach
 from fullshard.schedule.unit import Unit, unit_of
 from fullshard.torch_private import BatchNorm, replicated
@@ -233,7 +234,7 @@ def add_group(
     tag = verify_parameters(params, data, policies_of_all)
     process_group = data.shard_group or data.replicate_group
     assert process_group is not None
-    offloads = isinstance(options.offload, policies.CPUOffloadPolicy) and options.offload.parameters
+    offloads = isinstance(options.offload, CPUOffloadPolicy) and options.offload.parameters
     if offloads and unit.device.type != "cpu" and not backend_name(process_group, CPU):
         raise ValueError(
             f"CPUOffloadPolicy keeps parameters and gradients on the CPU, where the process group has no backend, so "

@@ -1,4 +1,4 @@
-"""The settings that users pass to ``fully_shard``: dtypes, offloading, meshes and placements.
+"""The settings that users pass to ``fully_shard``: dtypes, meshes and placements.
 
 Settings are frozen data and check themselves when they are made. :class:`AllGather` and :class:`ReduceScatter` are
 interfaces instead: users implement them to replace a collective. Names, fields and defaults are PyTorch's. The
@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 #: The names that :mod:`fullshard` exports.
-__all__ = ["AllGather", "CPUOffloadPolicy", "Comm", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"]
-__all__ += ["Ragged", "ReduceScatter", "ShardPlacementResult"]
+__all__ = ["AllGather", "Comm", "DataParallelMeshDims", "MixedPrecisionPolicy", "Ragged", "ReduceScatter"]
+__all__ += ["ShardPlacementResult"]
 
 S = TypeVar("S")
 
@@ -105,46 +105,6 @@ class MixedPrecisionPolicy(Checked):
         wanted = f"None, param_dtype ({self.param_dtype}) or its own dtype, {param.dtype}"
         expect(chosen == param.dtype, what, chosen, wanted, ValueError)
         return param.dtype if param.is_floating_point() else None
-
-
-@dataclass(frozen=True)
-class OffloadPolicy:
-    """Offloads nothing. The default, and the base of policies that offload."""
-
-
-@dataclass(frozen=True)
-class CPUOffloadPolicy(OffloadPolicy, Checked):
-    """Keeps parameters, gradients and optimizer state in CPU memory while they are not used.
-
-    ``parameters=False``, which PyTorch's policy lacks, offloads the optimizer's state alone: it is copied to the device
-    for a step and back after it.
-
-    Args:
-        pin_memory: whether this memory is page-locked, so that copies are faster and overlap with computation. Other
-            processes cannot use locked pages: set ``False`` where CPU memory is scarce.
-        parameters: whether to keep sharded parameters and their gradients on the CPU.
-        optimizer_state: whether to keep the optimizer's state on the CPU.
-
-    Raises:
-        TypeError: a field is neither ``True`` nor ``False``.
-        ValueError: ``optimizer_state`` is ``False``: that would offload nothing, or parameters without their
-            optimizer's state. From ``fully_shard``, a process group without a CPU backend on an accelerator.
-
-    Ranks: each for itself, alike.
-    """
-
-    pin_memory: bool = True
-    parameters: bool = True
-    optimizer_state: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.optimizer_state:
-            what = "parameters without the state of their optimizer" if self.parameters else "nothing"
-            raise ValueError(
-                f"CPUOffloadPolicy(optimizer_state=False) offloads {what}: the optimizer runs where the parameters "
-                f"are. Leave optimizer_state=True, or use OffloadPolicy()"
-            )
 
 
 @dataclass(frozen=True)
@@ -410,9 +370,9 @@ def as_shard_placement(result: object) -> ShardPlacementResult:
 
 
 #: Fields that PyTorch's objects lack, in some releases or in all.
-_OURS: dict[type, set[str]] = {
-    MixedPrecisionPolicy: {"param_dtype_override_fn", "buffer_dtype"},
-    CPUOffloadPolicy: {"parameters", "optimizer_state"},
+_OURS: dict[str, set[str]] = {
+    "MixedPrecisionPolicy": {"param_dtype_override_fn", "buffer_dtype"},
+    "CPUOffloadPolicy": {"parameters", "optimizer_state"},
 }
 
 
@@ -429,7 +389,7 @@ def as_setting(given: object, cls: type[S], argument: str, default: S | None = N
     kinds: list[Any] = [cls, *cls.__subclasses__()]  # PyTorch derives them likewise: look for subclasses first
     found = next((each for each in reversed(kinds) if is_foreign(given, each.__name__)), kinds[0])
     fields = found.__dataclass_fields__
-    is_known = is_foreign(given, found.__name__, *(fields.keys() - _OURS.get(found, set())))
+    is_known = is_foreign(given, found.__name__, *(fields.keys() - _OURS.get(found.__name__, set())))
     names = " or ".join(each.__name__ for each in kinds)
     expect(is_known, argument, given, f"{names} (fullshard's or PyTorch's)")
     return found(**{field: getattr(given, field) for field in fields if hasattr(given, field)})

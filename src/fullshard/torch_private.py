@@ -300,6 +300,7 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
 )
 
 #: Exchanges the memory of two storages; every tensor follows its storage. A slot then serves any group, for 0.1 µs.
+wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 swap_memory: Any = torch.UntypedStorage._swap_data_ptr_  # type: ignore[attr-defined]
 
 
@@ -481,6 +482,11 @@ def simulated_world(size: int, rank: int) -> Iterator[None]:
                 value.cache_clear()
         debug._clear_sharding_prop_cache()
         dist.destroy_process_group()
+
+
+def schema_of(operator: Any) -> Any:
+    """What an operator says of its arguments."""
+    return operator._schema
 
 
 def checkpointed(module: torch.nn.Module) -> torch.nn.Module:

@@ -70,7 +70,11 @@ def test_a_parameter_may_have_a_precision_of_its_own() -> None:
 def test_what_is_offloaded_is_what_the_policy_says(policy: OffloadPolicy, offloads: bool, pins: bool) -> None:
     with fake_world(2):
         group = context_of(nn.Linear(4, 4), offload_policy=policy)
-        assert (group.offloads, group.pins_memory, group.offloads_state) == (offloads, pins, False)
+        assert (bool(group.offloaded.parameters), group.offloaded.pins_memory, group.moves_state(0)) == (
+            offloads,
+            pins,
+            False,
+        )
 
 
 def test_buffers_of_a_kind_share_a_pool_and_others_do_not() -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard
+from fullshard import OffloadPolicy
 from tests.fully_shard.cases import inputs, local
 from tests.harness.compare import each_block
 from tests.harness.models import OddParameters, seeded
@@ -154,8 +155,14 @@ def runs_on_local(optimizer: Optimizer) -> bool:
 class Pair:
     """Two equal sharded models: one is stepped on local tensors, the other on DTensors."""
 
-    def __init__(self, cls: type[Optimizer] = torch.optim.AdamW, build: Any = None, **options: Any) -> None:
-        self.models = [sharded(build) if build else sharded() for _ in range(2)]
+    def __init__(
+        self,
+        cls: type[Optimizer] = torch.optim.AdamW,
+        build: Any = OddParameters,
+        offload_policy: Any = None,
+        **options: Any,
+    ) -> None:
+        self.models = [sharded(build, offload_policy=offload_policy or OffloadPolicy()) for _ in range(2)]
         classes = (cls, on_dtensors(cls))
         self.optimizers = [
             each(model.parameters(), **{"lr": 0.02, **options})

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
+from fullshard import CPUOffloadPolicy
 from fullshard.group.context import GroupContext
 from fullshard.optim import local_step, steps
 from fullshard.torch_private import local_of, make_dtensor, set_local, sharding_spec
@@ -90,14 +91,14 @@ def test_a_subclass_is_not_taken_for_its_base(world: World) -> None:
 @ranks(2)
 def test_offloaded_state_is_moved_around_a_step_on_dtensors(world: World) -> None:
     """The CPU stands for the device too: what counts is when each state is moved."""
-    pair, moved = Pair(), list[str]()
+    pair, moved = Pair(offload_policy=CPUOffloadPolicy(parameters=False)), list[str]()
 
     def move(tensor: DTensor, local: Tensor) -> None:
         moved.append("moved")
         set_local(tensor, local)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GroupContext, "offloads_state", True)
+        patch.setattr(GroupContext, "moves_state", lambda *_: True)
         patch.setattr(steps, "set_local", move)
         streams = SimpleNamespace(synchronize=lambda _: moved.append("whole"))
         patch.setattr(steps, "streams_of", lambda _: streams)
@@ -187,7 +188,7 @@ def test_adafactor_is_refused_by_name_before_it_steps_on_a_sharded_matrix(world:
 @ranks(2)
 def test_offloaded_state_is_on_the_device_in_a_step_and_on_the_cpu_after_it(world: World) -> None:
     """cpu:0 stands for the CPU here, and cpu for the device."""
-    model, home = sharded(), torch.device("cpu", 0)
+    model, home = sharded(offload_policy=CPUOffloadPolicy(parameters=False)), torch.device("cpu", 0)
     optimizer, moved = torch.optim.AdamW(model.parameters()), list[torch.device]()
 
     class Told:
@@ -199,7 +200,7 @@ def test_offloaded_state_is_on_the_device_in_a_step_and_on_the_cpu_after_it(worl
             return self._local
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GroupContext, "offloads_state", True)
+        patch.setattr(GroupContext, "moves_state", lambda *_: True)
         patch.setattr(steps, "CPU", home)
         patch.setattr(steps, "local_of", Told)
         for seed in range(2):

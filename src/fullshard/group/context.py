@@ -20,10 +20,12 @@ from fullshard.comm.transport import Direction, Transport, Wire, make_wire
 from fullshard.device import is_host
 from fullshard.group.comm_context import CommContext
 from fullshard.group.mesh import DataMesh
+from fullshard.group.offloaded import Offloaded
 from fullshard.group.parameter import ShardedParameter
 from fullshard.group.step import Step
 from fullshard.group.strategy import FULL_SHARD, Strategy
-from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.offload_policy import OffloadPolicy
+from fullshard.policies import MixedPrecisionPolicy
 from fullshard.wire_policy import EXACT, WirePolicy
 
 
@@ -74,10 +76,9 @@ class GroupContext:
         self.own_sections: tuple[Section, ...] = ()  # the same, as each rank's shard between steps is cut from them
         self.own_rank = self.data.replicate_rank if self.data.shards_replicas else self.data.shard_rank
         self.compute_dtypes: list[torch.dtype] = []  # in which each section is gathered
-        offload = self.options.offload
-        #: Whether parameters are on the CPU between uses.
-        self.offloads = isinstance(offload, CPUOffloadPolicy) and offload.parameters
-        self.pins_memory = bool(getattr(offload, "pin_memory", False))  # page-locks what is on the CPU
+        self.offloaded = offloaded = Offloaded(self.options.offload, self.params, self.data)
+        #: Whether parameters are on the CPU between uses, and used elsewhere.
+        self.offloads_to_host = bool(offloaded.parameters) and offloaded.disk is None and not is_host(self.device)
         self.reduce_transport = self.transport
         self.reduce_process_group: dist.ProcessGroup | None = self.data.shard_group
         self.name = ""
@@ -105,7 +106,8 @@ class GroupContext:
         sections: dict[object, list[int]] = {}
         for index, param in enumerate(self.params):
             if not param.extends:
-                sections.setdefault((param.stored_as, param.dtype, param.overridden_dtype), []).append(index)
+                kind = param.stored_as, param.dtype, param.overridden_dtype, index in self.offloaded.parameters
+                sections.setdefault(kind, []).append(index)
         firsts = [self.params[members[0]] for members in sections.values()]
         self.sections = tuple(
             Section(first.dtype, tuple(members), self.plan(members))
@@ -154,6 +156,17 @@ class GroupContext:
         return float(self.data.shard_size * self.data.replicate_size) if factor is None else factor
 
     @property
+    def starts_early(self) -> bool:
+        """Whether a gather has something to do before it."""
+        return self.data.shards_replicas or (self.offloaded.disk is not None and bool(self.offloaded.parameters))
+
+    def moves_state(self, index: int) -> bool:
+        """Whether the optimizer's state of a parameter, and not the parameter, is on the CPU between steps."""
+        offloaded = self.offloaded
+        is_apart = index in offloaded.state and index not in offloaded.parameters
+        return is_apart and offloaded.disk is None and not is_host(self.device)
+
+    @property
     def adds_whole(self) -> bool:
         """Whether replicas that have all parameters add up whole gradients, and no function of the user does."""
         is_native = self.options.all_reduce is None and self.options.all_reduce_hook is None
@@ -169,12 +182,6 @@ class GroupContext:
         """How many gradient buffers may be in use at once."""
         least = 2 if self.adds_whole else 1
         return self.options.max_gradient_buffers or max(least, self.reduce_transport.gradient_buffers)
-
-    @property
-    def offloads_state(self) -> bool:
-        """Whether the state of optimizers, and no parameters, is copied to the CPU after each step."""
-        offload = self.options.offload
-        return isinstance(offload, CPUOffloadPolicy) and not offload.parameters and not is_host(self.device)
 
     @property
     def parameter_pool(self) -> SlotPool:

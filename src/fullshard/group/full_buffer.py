@@ -10,7 +10,7 @@ to gather, and what the modules show.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -134,6 +134,8 @@ class FullBuffer:
         group = self._group
         with private.PlainAttributes():
             versions = list(map(private.version_of, chain(group.sharded, self._shard.written)))
+        if self._shard.on_disk:
+            versions += [chunk.region.writes for chunk in self._shard.on_disk.values()]
         if versions != self._written:
             self._written = versions
             group.writes += 1  # a sum of versions could repeat
@@ -244,8 +246,9 @@ class FullBuffer:
     def use_pool(self) -> None:
         """Take memory from the group's present pool, if it comes from a pool."""
 
-    def start_replica(self) -> None:
-        """Start to gather the shard of the replica, if replicas shard it again. The gather completes it."""
+    def start_early(self) -> None:
+        """Start what the next gather waits for first: to gather the shard of the replica, if replicas shard it again,
+        or to read what is on a disk. The gather completes it."""
 
 
 class GatheredBuffer(FullBuffer):
@@ -258,6 +261,7 @@ class GatheredBuffer(FullBuffer):
         self.buffer = SlotBuffer(group.parameter_pool, full_bytes(group.sections, group.compute_dtypes))
         self._route: Route | None = None
         self._staging: SlotBuffer | None = None
+        self._staged: object = None  # what was staged ahead: the forward, and the writes that it has
 
     def is_current(self) -> bool:
         return self._values is None or self._values[1] == self.count_writes()
@@ -304,8 +308,12 @@ class GatheredBuffer(FullBuffer):
             return self._post_forward.route.start()
         group, shard = self._group, self._shard
         if shard.replica is not None:
-            self.start_replica()
+            self.start_early()
             shard.replica.finish()
+        elif shard.on_disk:
+            self.start_early()
+            self._staged = None
+            shard.finish_reading()
         elif shard.needs_staging:
             self._stage()
         if self._route is None:
@@ -320,8 +328,12 @@ class GatheredBuffer(FullBuffer):
         self._staging = self._staging or self._shard.make_staging()
         self._shard.stage(self._staging)
 
-    def start_replica(self) -> None:
+    def start_early(self) -> None:
         values, shard = (self._group.step.forwards, self.count_writes()), self._shard
+        if shard.on_disk and self._staged != values and not self.state.is_unsharded:
+            self._give_staging_back()
+            self._stage()
+            self._staged = values
         if shard.replica is None or shard.replica.has(values):
             return
         if shard.needs_staging:
@@ -331,6 +343,10 @@ class GatheredBuffer(FullBuffer):
         shard.replica.start(shard.staged_views if shard.needs_staging else shard.views, values)
 
     def _give_staging_back(self) -> None:
+        if self._staged is not None:  # read ahead, and not used
+            self._staged = None
+            with suppress(OSError):  # whoever needs the values reads them again
+                self._shard.finish_reading()
         if self._staging is not None:
             self._staging.give_back()
 

@@ -20,7 +20,8 @@ from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.all_reduce import sum_route
 from fullshard.comm.transport import Reduction, Route, StillRead, Transfer, Wire
 from fullshard.comm.waits import waiting
-from fullshard.device import Done, HoldingMark, Pending, beside, copy_to_host, is_host
+from fullshard.device import CPU, Done, HoldingMark, Pending, beside, copy_to_host, is_host
+from fullshard.disk.tensor import DiskTensor
 from fullshard.group.comm_context import Reductions
 from fullshard.group.context import GroupContext
 from fullshard.group.module_parameters import ModuleParameters
@@ -123,7 +124,7 @@ class PendingReduction:
                 replica.buffer.give_back()
             return
         if self._plan.is_final:
-            self._hand_over() if group.offloads else self.accumulate()
+            self._hand_over() if group.offloads_to_host else self.accumulate()
             return
         if group.data.replicate_group is not None:
             for index, local in self._locals():
@@ -178,15 +179,21 @@ class PendingReduction:
                 for output in self._outputs:
                     hook(output)
         self._outputs = [*map(torch.Tensor.to, self._outputs, [part.home_dtype for part in self._parts])]
-        if group.offloads and not is_host(group.device):
-            self._outputs, arrived = copy_to_host(self._outputs, group.device, group.pins_memory)
-            group.comm.reductions.arriving.append((arrived, self.accumulate))
-        else:
+        if not group.offloads_to_host:
             self.accumulate()
+            return
+        self.accumulate(offloaded=False)
+        self._outputs, arrived = copy_to_host(self._outputs, group.device, group.offloaded.pins_memory)
+        group.comm.reductions.arriving.append((arrived, self.accumulate))
 
-    def accumulate(self) -> None:
-        """Set ``param.grad`` of the sharded parameters to the reduced chunks, or add these to what is there."""
+    def accumulate(self, offloaded: bool = True) -> None:
+        """Set ``param.grad`` of the sharded parameters to the reduced chunks, or add these to what is there. Where some
+        are offloaded to the CPU: only of these, or only of the others."""
         group, grads = self._group, self._locals()
+        if group.offloads_to_host:
+            grads = [each for each in grads if (each[0] in group.offloaded.parameters) is offloaded]
+        elif group.offloaded.disk is not None:
+            grads = [(index, self._on_disk(index, local)) for index, local in grads]
         more = self._module_params.accumulate_gradients(grads)
         if more:
             foreach_add([grad for grad, _ in more], [local for _, local in more])
@@ -194,3 +201,10 @@ class PendingReduction:
             with torch.no_grad():
                 for index, _ in grads:
                     run_after_accumulation(group.params[index].sharded)
+
+    def _on_disk(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """A reduced chunk on the disk, if its parameter is there. One to add to another stays in memory."""
+        param, disk = self._group.params[index], self._group.offloaded.on_disk(index)
+        if disk is None or param.sharded.grad is not None:
+            return local
+        return DiskTensor.holding(disk, local.to(CPU), f"the gradient of '{param.name}'")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -19,8 +19,10 @@ from fullshard.buffer.sections import full_bytes, full_starts, shard_bytes, shar
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import SharedMemory
 from fullshard.device import host_memory, is_host
+from fullshard.disk.file import Work
+from fullshard.disk.tensor import DiskTensor, in_memory_order
 from fullshard.group.context import GroupContext
-from fullshard.group.parameter import chunk_views
+from fullshard.group.parameter import IndexedTensor, chunk_views
 from fullshard.group.replica import ReplicaShard
 from fullshard.torch_private import foreach_copy
 
@@ -30,12 +32,12 @@ class ShardBuffer:
 
     def __init__(self, group: GroupContext) -> None:
         self._group = group
-        device = group.device
         values = [param.values for param in group.params]
         self.is_meta = bool(values) and all(tensor.is_meta for tensor in values)  # then nothing is allocated
         dtypes = [section.dtype for section in group.sections]
-        self.nbytes = shard_bytes(group.own_sections, dtypes)
-        self.views: tuple[torch.Tensor, ...] = ()
+        self.nbytes = 0  # of memory
+        self.views: tuple[torch.Tensor, ...] = ()  # of the sections; empty where they are on a disk
+        self.on_disk: dict[int, DiskTensor] = {}  # the chunks that are, by index in the group
         self.memory: torch.Tensor | None = None  # of the views, if they are the full buffer
         self.is_unmapped = self._may_share()  # whether ranks that are to share memory have not mapped it yet
         self.shared: SharedChunks | None = None
@@ -44,25 +46,29 @@ class ShardBuffer:
             self.shared = None if memory is None else SharedChunks(group, memory)
         #: The chunk of each parameter, by its index in the group.
         self.chunks = self._allocate(dtypes) if self.shared is None else self.shared.chunks
+        self.nbytes = self.nbytes if self.shared is None else shard_bytes(group.own_sections, dtypes)
         for chunk in self.chunks.values() if not group.is_flat else ():
             give_own_storage(chunk)
         self.shards = self.views if self.shared is None else self.shared.shards  # of sections, where contiguous
         self.written = self.views or tuple(self.chunks.values())  # tensors whose versions count the writes
         self.staged_views: tuple[torch.Tensor, ...] = ()
-        is_like = dtypes == group.compute_dtypes and not (group.offloads and not is_host(device))
+        is_like = dtypes == group.compute_dtypes and not group.offloads_to_host and not self.on_disk
         is_alone = group.data.shard_group is None
-        self.needs_staging = not is_alone and not is_like  # without other ranks a gather casts
+        self.needs_staging = bool(self.on_disk) or not (is_alone or is_like)  # without other ranks a gather casts
         self.replica = ReplicaShard(group) if group.data.shards_replicas else None
         #: Whether the shard is the full buffer: it has every parameter, as the modules use it.
         self.is_full = is_alone and is_like and all(section.plan.is_rank_major for section in group.sections)
-        self.is_full = self.is_full and not any(param.extends for param in group.params)
+        self.is_full = self.is_full and self.memory is not None and not any(param.extends for param in group.params)
         self.memory = self.memory if self.is_full else None
+        self._reads: list[Work] = []
         self.poisons = os.environ.get("FULLSHARD_DEBUG", "0") not in ("", "0")
 
     def _may_share(self) -> bool:
         """Whether the transport has memory that all ranks see, and nothing stands in the way."""
         group = self._group
         if not (group.params and group.may_share) or group.transport.private is group.transport:
+            return False
+        if group.offloaded.disk is not None and group.offloaded.parameters:
             return False
         if group.data.shard_group is None or group.options.post_forward_mesh is not None or group.data.shards_replicas:
             return False
@@ -80,18 +86,35 @@ class ShardBuffer:
 
     @torch.inference_mode(False)
     def _allocate(self, dtypes: Sequence[torch.dtype]) -> dict[int, torch.Tensor]:
-        group, nbytes = self._group, self.nbytes
-        if self.is_meta:
-            memory = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-        elif group.offloads:
-            memory = host_memory((nbytes,), torch.uint8, group.device, group.pins_memory)
-        else:
-            memory = group.transport.private.allocate(nbytes, group.device)
-        memory.zero_()  # padding travels too and is never read: make it the same every time
-        self.memory, self.views = memory, shard_views(memory, group.own_sections, dtypes)
+        group, offloaded = self._group, self._group.offloaded
+        views: dict[int, torch.Tensor] = {}
         chunks: dict[int, torch.Tensor] = {}
-        for section, view in zip(group.own_sections, self.views, strict=True):
-            chunks.update(chunk_views(group.params, section.members, section.plan, view, group.own_rank))
+        for is_offloaded in (False, True):
+            own = [
+                (at, section, dtype)
+                for at, (section, dtype) in enumerate(zip(group.own_sections, dtypes, strict=True))
+                if (section.members[0] in offloaded.parameters) is is_offloaded
+            ]
+            sections, kinds = [section for _, section, _ in own], [dtype for _, _, dtype in own]
+            nbytes = shard_bytes(sections, kinds)
+            disk = offloaded.disk if is_offloaded and not self.is_meta else None
+            if self.is_meta or disk is not None:
+                memory = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+            elif is_offloaded:
+                memory = host_memory((nbytes,), torch.uint8, group.device, offloaded.pins_memory)
+            else:
+                memory = group.transport.private.allocate(nbytes, group.device)
+            memory.zero_()  # padding travels too and is never read: make it the same every time
+            for (at, section, _), view in zip(own, shard_views(memory, sections, kinds), strict=True):
+                for index, chunk in chunk_views(group.params, section.members, section.plan, view, group.own_rank):
+                    chunks[index] = chunk
+                    if disk is not None:
+                        what = f"parameter '{group.params[index].name}'"
+                        chunks[index] = self.on_disk[index] = DiskTensor.like(disk, chunk, what)
+                views[at] = view if disk is None else view[:0]
+            self.nbytes += nbytes * (disk is None)
+            self.memory = memory if len(own) == len(group.own_sections) else self.memory
+        self.views = tuple(views[at] for at in range(len(views)))
         return chunks
 
     @torch.inference_mode(False)
@@ -110,9 +133,9 @@ class ShardBuffer:
             else:
                 chunk.copy_(values if param.is_sharded else param.chunk_of(values))
             param.set_chunk(chunk)
-        for param in group.params:
+        for index, param in enumerate(group.params):
             if param.extends and not param.lies_at(param.local):
-                param.set_extension_chunk(group.offloads)
+                param.set_extension_chunk(index in group.offloaded.parameters)
         self.has_meta = any(param.values.is_meta for param in group.params)  # some until they are materialized
 
     def make_staging(self) -> SlotBuffer:
@@ -129,9 +152,36 @@ class ShardBuffer:
         if not self.staged_views:
             with torch.inference_mode(False):
                 self.staged_views = shard_views(staging.memory, group.own_sections, group.compute_dtypes)
+        self._reads = [self._read(index, staged) for index, staged in self._staged_on_disk()]
         with torch.no_grad():
-            if self.views:
-                foreach_copy(self.staged_views, self.views)
+            in_memory = [at for at, view in enumerate(self.views) if view.numel() or not self.on_disk]
+            if in_memory:
+                foreach_copy([self.staged_views[at] for at in in_memory], [self.views[at] for at in in_memory])
+
+    def _staged_on_disk(self) -> Iterator[IndexedTensor]:
+        """The places in the staging of what is on a disk."""
+        group = self._group
+        for section, staged in zip(group.own_sections, self.staged_views, strict=True) if self.on_disk else ():
+            for index, chunk in chunk_views(group.params, section.members, section.plan, staged, group.own_rank):
+                if index in self.on_disk:
+                    yield index, in_memory_order(chunk)
+
+    def _read(self, index: int, staged: torch.Tensor) -> Work:
+        region, device = self.on_disk[index].region, self._group.device
+        if is_host(device):
+            return region.read(staged)
+        memory = host_memory(staged.shape, region.dtype, device, self._group.offloaded.pins_memory)
+        region.read(memory).wait()
+        staged.copy_(memory)
+        return Work()
+
+    def finish_reading(self) -> None:
+        """Wait for what :meth:`stage` reads from a disk. Raises DiskError."""
+        reads, self._reads = self._reads, []
+        for work in reads:
+            work.settle()  # all of them, before the memory is given back
+        for work in reads:
+            work.wait()
 
     def refuse_meta(self) -> NoReturn:
         names = [param.name for param in self._group.params if param.values.is_meta]
@@ -198,7 +248,7 @@ def give_own_storage(view: torch.Tensor) -> None:
     A DTensor has the offset of its local tensor, but no storage. If the offset is not 0, torch assumes a storage, and
     can neither copy the DTensor by ``copy.deepcopy`` nor stage it for an asynchronous checkpoint.
     """
-    if view.is_meta or view.untyped_storage().nbytes() == view.nbytes:
+    if view.is_meta or isinstance(view, DiskTensor) or view.untyped_storage().nbytes() == view.nbytes:
         return
     part = torch.empty(0, dtype=torch.uint8, device=view.device)
     part.set_(view.untyped_storage(), view.storage_offset() * view.itemsize, (view.nbytes,), (1,))

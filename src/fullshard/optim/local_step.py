@@ -34,6 +34,7 @@ from fullshard import torch_private
 from fullshard.group.owners import owner_of
 from fullshard.group.parameter import ShardedParameter, local_tensor
 from fullshard.group.ragged import is_ragged
+from fullshard.optim.disk_step import is_on_disk, step_on_disk
 from fullshard.torch_private import local_of, spec_of
 
 #: The classes of torch that compute element by element. Exactly these: a subclass may do anything.
@@ -98,6 +99,8 @@ class _LocalStep:
     def __init__(self, optimizer: Optimizer, whole: bool = False) -> None:
         self._running: weakref.ref[Optimizer] | None = None
         self._needs_whole, self._name = whole, type(optimizer).__name__
+        self._is_elementwise = not _computes_on_blocks(optimizer)
+        self._on_disk: list[tuple[int, DTensor]] = []  # parameters whose state is, and the groups that have them
         self._by_param: dict[Any, _Link] = {}
         self._build([])
         self.handle = optimizer.register_step_pre_hook(self._begin)
@@ -123,6 +126,8 @@ class _LocalStep:
         if not self._lend(optimizer):
             self._take_back()
             return None
+        if self._on_disk:
+            step_on_disk(optimizer, self._on_disk)
         substitute = object.__new__(type(optimizer))
         substitute.__dict__.update(optimizer.__dict__, **{name: {} for name in torch_private.STEP_HOOKS})
         substitute.state = self._state
@@ -141,7 +146,7 @@ class _LocalStep:
             self._build(groups)  # the parameters, or their local tensors, were replaced
             if not torch_private.lend_gradients(self._lent):
                 return False
-        if not self._by_param:
+        if not self._by_param and not self._on_disk:
             return False
         known = optimizer.state is self._user_state and _same(_objects(optimizer.state), self._seen)
         return known or self._adopt_state(optimizer)
@@ -153,15 +158,23 @@ class _LocalStep:
         self._groups = [list(group) for group in groups]
         self._by_param, self._lent = {}, []
         twins: dict[Any, _Link] = {}
+        self._on_disk = [(at, each) for at, group in enumerate(groups) for each in filter(is_on_disk, group)]
         if self._needs_whole:
             _check_parts(self._name, _sharded(groups), None)
+        if self._on_disk and (self._needs_whole or not self._is_elementwise):
+            name = _sharded([[self._on_disk[0][1]]])[0].name
+            raise ValueError(
+                f"{self._name} does not compute element by element, and the state of '{name}' is on a disk, from which "
+                f"a step reads parts: use CPUOffloadPolicy, or an optimizer such as AdamW"
+            )
+        on_disk = {each for _, each in self._on_disk}
         for param in chain.from_iterable(groups):
-            if isinstance(param, DTensor) and param not in twins:
+            if isinstance(param, DTensor) and param not in twins and param not in on_disk:
                 local, spec, owner = local_of(param), spec_of(param), owner_of(param)
                 if type(local) is not torch.Tensor or any(placement.is_partial() for placement in spec.placements):
                     return
                 if owner is not None:
-                    if owner[0].offloads_state:  # after each step: nothing else may hold it
+                    if owner[0].moves_state(owner[1]):  # after each step: nothing else may hold it
                         return
                     spec = owner[0].params[owner[1]].spec
                 twin = nn.Parameter(local, requires_grad=param.requires_grad)
@@ -170,12 +183,18 @@ class _LocalStep:
                 twins[param] = param, local, twin, spec
         self._by_param = twins
         self._lent = [link for link in twins.values() if link[1].numel() or not self._needs_whole]
-        self._substitutes = [[twins[param][2] if param in twins else param for param in group] for group in groups]
+        self._substitutes = [
+            [twins[param][2] if param in twins else param for param in group if param not in on_disk]
+            for group in groups
+        ]
 
     def _adopt_state(self, optimizer: Optimizer) -> bool:
         """Make the local state, keyed by twins. Returns whether that is possible for all state."""
         self._forget()
+        on_disk = {each for _, each in self._on_disk}
         for key, entry in optimizer.state.items():
+            if key in on_disk:
+                continue
             if key not in self._by_param:
                 self._state[key] = entry
                 continue
@@ -228,6 +247,7 @@ class _LocalStep:
         """Update the user's state after a step. What the step did not replace stays the same object."""
         before, by_twin = dict(user_state), {each[2]: each for each in self._by_param.values()}
         user_state.clear()
+        user_state.update({each: before[each] for _, each in self._on_disk if each in before})
         for key, mine in self._state.items():
             if key not in by_twin:
                 user_state[key] = mine

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fullshard.device import CPU, streams_of
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
+from fullshard.optim.disk_step import offload_state
 from fullshard.optim.local_step import prepare_step
 from fullshard.optim.local_steps import refuse_uncounted
 from fullshard.policies import warn
@@ -66,6 +67,8 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in groups:  # foreach optimizers on DTensors do not change versions when they write
         group.writes += 1
     _move_state(optimizer, groups, to_device=False)
+    if any(group.offloaded.disk is not None for group in groups):
+        offload_state(optimizer)
 
 
 def _groups_of(optimizer: Optimizer) -> list[GroupContext]:
@@ -123,11 +126,11 @@ def _warn_of_parts(optimizer: Optimizer, groups: Iterable[GroupContext]) -> None
 
 def _move_state(optimizer: Optimizer, groups: list[GroupContext], to_device: bool) -> None:
     """Move offloaded state to the device for a step, or back to the CPU."""
-    if not any(group.offloads_state for group in groups):
+    if not any(group.offloaded.state for group in groups):
         return
     for param, state in optimizer.state.items():
         owner = owner_of(param) if isinstance(param, torch.Tensor) else None
-        if owner is None or not owner[0].offloads_state:
+        if owner is None or not owner[0].moves_state(owner[1]):
             continue
         device = owner[0].device if to_device else CPU
         for name, value in state.items():

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from fullshard.fully_shard import fully_shard
-from fullshard.policies import CPUOffloadPolicy
+from fullshard.offload_policy import CPUOffloadPolicy
 from fullshard.report.text import bytes_text, counted, seconds_text, table, wrapped
 from fullshard.torch_private import checkpointed
 

@@ -10,7 +10,7 @@ a backward waits for no reduction, and reduces a unit only if it saw the unit's 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from operator import attrgetter
@@ -71,6 +71,7 @@ class Schedule:
         self.units = units
         self.device = device
         self._groups = [group for unit in units for group in unit.groups]
+        self._starts_early = is_host(device) and any(group.starts_early for group in self._groups)
         used = [each for group in self._groups for each in (group.data.shard_group, group.data.replicate_group)]
         self._process_groups = list(dict.fromkeys(each for each in used if each is not None))
         self.comm = CommContext(device)
@@ -215,10 +216,8 @@ class Schedule:
             self._gather_ahead((group for target in unit.forward_prefetch for group in target.groups), None)
         else:
             self._gather_ahead(self.order.next_in_forward(), self.prefetch_limit)
-        # The next gather then no longer waits for other replicas.
-        if unit.groups and unit.groups[0].data.shards_replicas and is_host(self.device):
-            for group in islice(self.order.next_in_forward(), self.prefetch_limit, self.prefetch_limit + 1):
-                group.full.start_replica()
+        if self._starts_early:
+            self._start_early(self.order.next_in_forward())
 
     def begin_backward(self) -> None:
         """Begin a backward that reached the tree, and ask to be called when it ends."""
@@ -237,7 +236,12 @@ class Schedule:
         for group in reversed(unit.groups):
             ahead = self.order.next_in_backward(group)
         if unit.groups:
-            self._gather_ahead(filter(attrgetter("options.unshard_in_backward"), ahead), self.prefetch_limit)
+            targets: Iterator[ParamGroup] = filter(attrgetter("options.unshard_in_backward"), ahead)
+            if self._starts_early:
+                targets = iter(wanted := [*islice(targets, self.prefetch_limit + 1)])
+            self._gather_ahead(targets, self.prefetch_limit)
+            if self._starts_early:
+                self._start_early(wanted)
 
     def end_backward(self) -> None:
         """Reduce what still waits, wait for every reduction, and leave every group as a next step expects it."""
@@ -340,6 +344,11 @@ class Schedule:
         for group in islice(targets, most):
             if group.shard.shared is None and not group.full.state.is_unsharded:
                 group.unshard()
+
+    def _start_early(self, targets: Iterable[ParamGroup]) -> None:
+        """Let the gather after those that are gathered ahead no longer wait for other replicas, or for a disk."""
+        for group in islice(targets, self.prefetch_limit, self.prefetch_limit + 1):
+            group.full.start_early()
 
     def reduce(self, group: ParamGroup) -> None:
         """Start to reduce the gradients of ``group`` that wait."""

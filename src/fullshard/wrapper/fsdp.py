@@ -25,9 +25,10 @@ from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import CHECKPOINTED_NAME, WRAPPED_NAME
 from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP
 from fullshard.module import FSDPModule, shards_may_change
+from fullshard.offload_policy import CPUOffloadPolicy, OffloadPolicy
 from fullshard.optim.clip import clip_local_shards
 from fullshard.overlaps import refuse_overlaps
-from fullshard.policies import CPUOffloadPolicy, OffloadPolicy, as_setting, expect, warn
+from fullshard.policies import as_setting, expect, warn
 from fullshard.schedule.hooks import attach
 from fullshard.schedule.unit import Phase
 from fullshard.wrap import targets

@@ -1,0 +1,211 @@
+"""Steps of optimizers on what is on a disk: a part of the parameters is in memory at a time.
+
+The class's own step runs several times, each time for an optimizer that has only one part: parameters, or pieces of
+large ones, as 1-D tensors in memory, with their gradients and state. Meanwhile threads read the next part, and write
+the one before. For an optimizer that computes element by element, this is the step on all of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard.disk.file import BLOCK, DiskFile, Work
+from fullshard.disk.tensor import DiskTensor, in_memory_order
+from fullshard.group.owners import owner_of
+from fullshard.group.parameter import ShardedParameter, local_tensor
+from fullshard.torch_private import (
+    STEP_HOOKS,
+    altered_spec,
+    choose_grad_dtype,
+    chosen_grad_dtype,
+    make_dtensor,
+    spec_of,
+)
+
+#: Tensors that a step has of each parameter: the value, the gradient, and the state of AdamW.
+_TENSORS = 4
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Elements of a parameter, and what a step needs of them."""
+
+    param: DTensor
+    known: ShardedParameter
+    disk: DiskFile
+    group: int  # which of the optimizer's groups has it
+    start: int
+    stop: int
+    twin: nn.Parameter = field(init=False)
+    state: dict[str, Any] = field(init=False)
+    reads: list[Work] = field(init=False, default_factory=list)
+
+    def load(self, state: dict[str, Any], before: dict[str, Any]) -> None:
+        """Start to read value, gradient and ``state``. Pieces but the first get the numbers of ``before`` the step."""
+        local = local_tensor(self.param.detach())
+        self.twin = nn.Parameter(self._part(local), requires_grad=self.param.requires_grad)
+        self.twin.__dict__.update(self.param.__dict__)
+        choose_grad_dtype(self.twin, chosen_grad_dtype(self.param))
+        self.twin.grad = self._part(local_tensor(self.param.grad))
+        self.state = {}
+        for name, value in before.items():
+            if _is_elementwise(value, local):
+                self.state[name] = self._part(local_tensor(value))
+            else:
+                self.state[name] = _copied(value) if self.start else state[name]
+
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DiskTensor):
+            return in_memory_order(tensor)[self.start : self.stop]
+        part = torch.empty(self.stop - self.start, dtype=tensor.dtype)
+        self.reads.append(tensor.region.read(part, self.start))
+        return part
+
+    def store(self, state: dict[str, Any]) -> Iterator[Work]:
+        """Start to write what the step has changed."""
+        local, numel = local_tensor(self.param.detach()), self.stop - self.start
+        if isinstance(local, DiskTensor):
+            yield local.region.write(self.twin.detach(), self.start)
+        for name, value in self.state.items():
+            if not isinstance(value, torch.Tensor) or value.shape != (numel,):
+                if not self.start:
+                    state[name] = value
+                continue
+            if name not in state:
+                what = f"the state '{name}' of '{self.known.name}'"
+                state[name] = shown(DiskTensor.like(self.disk, local, what, value.dtype), self.param)
+            place = local_tensor(state[name])
+            if isinstance(place, DiskTensor):
+                yield place.region.write(value, self.start)
+            elif in_memory_order(place)[self.start : self.stop].data_ptr() != value.data_ptr():
+                in_memory_order(place)[self.start : self.stop] = value
+
+
+def _is_elementwise(value: Any, local: torch.Tensor) -> bool:
+    """Whether state has an element for each of the parameter's. Other state, such as the number of steps, is whole."""
+    return isinstance(value, DTensor) and local_tensor(value).shape == local.shape
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def step_on_disk(optimizer: Optimizer, params: Sequence[tuple[int, DTensor]]) -> None:
+    """Make a step for parameters whose state is on a disk, given with the index of their group in the optimizer.
+
+    Raises DiskError. The step is then lost, and perhaps made in part.
+    """
+    pieces = _pieces(params)
+    offload_state(optimizer)
+    buckets = list(_buckets(pieces))
+    writes: list[Work] = []
+    run, state = _step_of(type(optimizer)), optimizer.state
+    before = {piece.param: _numbers_copied(state.get(piece.param, {}), piece.known.local) for piece in pieces}
+    if buckets:
+        _load(buckets[0], state, before)
+    for number, bucket in enumerate(buckets):
+        if number + 1 < len(buckets):
+            _load(buckets[number + 1], state, before)
+        for piece in bucket:
+            for read in piece.reads:
+                read.wait()
+        run(_optimizer_of(optimizer, bucket))
+        earlier, writes = writes, [work for piece in bucket for work in piece.store(state[piece.param])]
+        for work in earlier:
+            work.wait()
+        for piece in bucket:
+            del piece.twin, piece.state
+
+
+def offload_state(optimizer: Optimizer) -> None:
+    """Bring state to the disk that was made or loaded in memory, if its parameter's state is to be there."""
+    for param, state in optimizer.state.items():
+        if not (isinstance(param, DTensor) and isinstance(state, dict) and is_on_disk(param)):
+            continue
+        known, disk = _place_of(param)
+        for name, value in state.items():
+            local = local_tensor(value)
+            if isinstance(value, DTensor) and local.shape == known.local.shape and not isinstance(local, DiskTensor):
+                made = DiskTensor.like(disk, known.local, f"the state '{name}' of '{known.name}'", local.dtype)
+                made.copy_(local)
+                state[name] = shown(made, param)
+
+
+def shown(local: DiskTensor, param: DTensor) -> DTensor:
+    """State on the disk as the user sees it."""
+    return make_dtensor(local, altered_spec(spec_of(param), dtype=local.dtype))
+
+
+def is_on_disk(param: object) -> TypeGuard[DTensor]:
+    """Whether the optimizer's state of a parameter is on a disk."""
+    owner = owner_of(param) if isinstance(param, DTensor) else None
+    return owner is not None and owner[0].offloaded.disk is not None and owner[1] in owner[0].offloaded.state
+
+
+def _place_of(param: DTensor) -> tuple[ShardedParameter, DiskFile]:
+    owner = owner_of(param)
+    assert owner is not None
+    assert owner[0].offloaded.disk is not None
+    return owner[0].params[owner[1]], owner[0].offloaded.disk
+
+
+def _pieces(params: Sequence[tuple[int, DTensor]]) -> list[_Piece]:
+    """The pieces of the parameters that have gradients."""
+    pieces: list[_Piece] = []
+    for at, param in params:
+        if param.grad is not None:
+            known, disk = _place_of(param)
+            numel, most = known.local.numel(), BLOCK // known.dtype.itemsize
+            starts = range(0, max(numel, 1), most)
+            pieces += [_Piece(param, known, disk, at, start, min(start + most, numel)) for start in starts]
+    return pieces
+
+
+def _buckets(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """Pieces that are in memory together. Three buckets are at a time: one is read, one steps, one is written."""
+    bucket, taken = list[_Piece](), 0
+    for piece in pieces:
+        size = _TENSORS * (piece.stop - piece.start) * piece.known.dtype.itemsize
+        if bucket and taken + size > piece.disk.staging_bytes // 3:
+            yield bucket
+            bucket, taken = [], 0
+        bucket.append(piece)
+        taken += size
+    if bucket:
+        yield bucket
+
+
+def _load(bucket: Sequence[_Piece], state: Any, before: dict[DTensor, dict[str, Any]]) -> None:
+    for piece in bucket:
+        piece.load(state.get(piece.param, {}), before[piece.param])
+
+
+def _numbers_copied(state: dict[str, Any], local: torch.Tensor) -> dict[str, Any]:
+    return {name: value if _is_elementwise(value, local) else _copied(value) for name, value in state.items()}
+
+
+def _optimizer_of(optimizer: Optimizer, bucket: Sequence[_Piece]) -> Optimizer:
+    """An optimizer like ``optimizer`` that has only these pieces."""
+    part = object.__new__(type(optimizer))
+    part.__dict__.update(optimizer.__dict__, **{name: {} for name in STEP_HOOKS})
+    part.state = defaultdict(dict, {piece.twin: piece.state for piece in bucket})
+    part.param_groups = [
+        {**group, "params": [piece.twin for piece in bucket if piece.group == at]}
+        for at, group in enumerate(optimizer.param_groups)
+    ]
+    return part
+
+
+def _step_of(cls: type[Optimizer]) -> Callable[[Optimizer], object]:
+    """The step of a class without the hooks that torch wraps around it."""
+    step: Any = cls.step
+    inside: Callable[[Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return inside
