@@ -20,6 +20,7 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 #: by itself in a program that frees such pieces, and that of what it keeps to twice as much. So there is no way back to
 #: lower ones: a program that was told once to go by fixed thresholds would have to ask the system for every tensor.
 _LARGEST_PIECE = 32 * 2**20
+_LARGE = 2**20
 KEPT_BY_ITSELF = 2 * _LARGEST_PIECE
 _LARGEST_INT = 2**31 - 1
 #: With any of these the user has chosen thresholds.
@@ -37,6 +38,13 @@ def keep_freed(owner: object, nbytes: int) -> None:
     weakref.finalize(owner, _forget_owner, id(owner)).atexit = False
     _asked[id(owner)] = min(nbytes, _LARGEST_INT)
     _set_threshold()
+
+
+def return_large() -> None:
+    """Let the heap, if it is glibc's and the user has not decided, return large pieces to the system at once: for
+    models that do not fit into memory."""
+    if not any(name in os.environ for name in _SETTINGS):
+        set_option(MMAP_THRESHOLD, _LARGE)
 
 
 def _forget_owner(owner: int) -> None:

@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 import xxhash
 
+from fullshard.disk.tensor import DiskTensor
+
 #: Bytes of a block. The last block of a file may be shorter.
 BLOCK = 1 << 18
 #: Buffers of this many bytes are written directly. Smaller ones are collected first, because a call for each costs
@@ -91,6 +93,11 @@ def read_regular(path: Path) -> bytes:
 
 def checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64(data).hexdigest()
+
+
+def in_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor lie in the memory of the CPU, in their order."""
+    return tensor.is_cpu and tensor.is_contiguous() and not isinstance(tensor, DiskTensor)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -172,7 +179,7 @@ class BlockWriter:
     def write_tensors(self, tensors: Iterable[tuple[bytes, torch.Tensor]]) -> None:
         """Adds the values of tensors. Before each tensor it adds the bytes that are given with it."""
         for before, tensor in tensors:
-            length, nbytes, plain = len(before), tensor.nbytes, tensor.is_cpu and tensor.is_contiguous()
+            length, nbytes, plain = len(before), tensor.nbytes, in_memory(tensor)
             at = self._buffered + length
             if plain and nbytes < _LARGE and at + nbytes < self._room:
                 self._small[self._buffered : at] = before
@@ -180,8 +187,11 @@ class BlockWriter:
                 self._buffered = at + nbytes
             else:
                 self.write(before)
-                whole = tensor if plain else tensor.cpu().contiguous()
-                self.write(bytes_of(whole))
+                if isinstance(tensor, DiskTensor):
+                    for part in tensor.parts():
+                        self.write(bytes_of(part))
+                else:
+                    self.write(bytes_of(tensor if plain else tensor.cpu().contiguous()))
 
     def _write_small(self) -> None:
         buffered, self._buffered = self._buffered, 0

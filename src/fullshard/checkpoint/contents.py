@@ -31,6 +31,7 @@ from fullshard.checkpoint.layout import SCALES, TABLES, Box, Layout, layout_of
 from fullshard.checkpoint.reader import Checkpoint, CheckpointError, Target
 from fullshard.checkpoint.selection import Selection
 from fullshard.group.parameter import local_tensor, plain_name
+from fullshard.optim.disk_step import state_like
 from fullshard.policies import warn
 from fullshard.torch_private import altered_spec, is_traceable_subclass, make_dtensor, spec_of
 from fullshard.tree import tensors
@@ -445,10 +446,7 @@ def _subclass(outline: State, name: str, param: nn.Parameter, layout: Layout, ch
 
 def _like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Zeros with a parameter's layout. (The system allocates their memory only when it is written.)"""
-    if isinstance(param, DTensor):
-        local = torch.zeros_like(local_tensor(param.detach()), dtype=dtype)
-        return make_dtensor(local, altered_spec(spec_of(param), dtype=dtype))
-    return torch.zeros_like(param.detach(), dtype=dtype)
+    return state_like(param, dtype) if isinstance(param, DTensor) else torch.zeros_like(param.detach(), dtype=dtype)
 
 
 def load_optimizer(

@@ -17,7 +17,7 @@ import torch
 
 from fullshard._renamed import renamed
 from fullshard.checkpoint import dcp
-from fullshard.checkpoint.blocks import BlockReader, CheckpointError, CorruptCheckpointError, bytes_of
+from fullshard.checkpoint.blocks import BlockReader, CheckpointError, CorruptCheckpointError, bytes_of, in_memory
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     METADATA,
@@ -238,7 +238,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             if kind.shape != shape:
                 raise ValueError(f"'{name}' has the shape {shape} here, but {kind.shape} in {self.path}")
             same = kind.boxes.get((offsets, into.shape), -1)
-            if same >= 0 and into.dtype == kind.dtype and into.is_cpu and into.is_contiguous():
+            if same >= 0 and into.dtype == kind.dtype and in_memory(into):
                 file, _, head, _, _ = kind.pieces[same]
                 if head >= 0:
                     reads.setdefault(file, []).append((kind.starts[same][at] + head, name, into, None))
@@ -288,7 +288,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             into.copy_(whole[tuple(slice(at, at + size) for at, size in zip(part.begins, into.shape, strict=True))])
             return
         span = (part.stop - part.start) // dtype.itemsize
-        direct = span == into.numel() and into.is_contiguous() and into.dtype == dtype and into.is_cpu
+        direct = span == into.numel() and into.dtype == dtype and in_memory(into)
         run = into if direct else torch.empty(span, dtype=dtype)
         self._reader(piece.file).read_into(bytes_of(run), part.start)
         if direct:

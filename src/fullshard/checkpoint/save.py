@@ -58,6 +58,7 @@ from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.removal import remove_older
 from fullshard.checkpoint.replicas import Hosts, Sent
 from fullshard.checkpoint.storage import Partial, Storage, located, storage_of
+from fullshard.optim.disk_step import is_on_disk
 from fullshard.optim.local_steps import refuse_mixture, replica_of
 from fullshard.policies import warn
 from fullshard.report.metrics import Metrics
@@ -99,7 +100,8 @@ def save(
         optimizer: an optimizer of the model's parameters.
         step: the number of the checkpoint. ``None``: the next number.
         wait: ``False``: return once everything is copied to host memory, and write in the background. If that fails,
-            the next :func:`save`, :func:`load` or :func:`wait_until_finished` raises the error.
+            the next :func:`save`, :func:`load` or :func:`wait_until_finished` raises the error. A model that a
+            ``DiskOffloadPolicy`` offloads is always written before it returns, because a copy would not fit.
         memory_budget_bytes: with ``wait=False``, the most host memory that the copies of this rank may take together,
             in bytes or as ``"64GiB"``. Saves are then written one after the other while training goes on, and a save
             waits until its copy fits. ``None``: a save waits until the one before is written.
@@ -155,6 +157,7 @@ def save(
     writing = _Writing(storage_of(memory or root), ranks, policies, manifest, began, root if memory else None, step)
     writing.logged = Metrics.of(model)
     # What an older save has yet to publish decides a new number, and what a replica belongs to.
+    wait = wait or any(map(is_on_disk, model.parameters()))  # nothing is copied: there is no memory for a copy
     writing.prepare(model, optimizer, state, begin=wait or (budget is None and not writing.storage.is_slow))
     if wait:
         return writing.write()

@@ -99,6 +99,11 @@ class DiskFile:
         self._threads = ThreadPoolExecutor(_THREADS, "fullshard.disk")
         weakref.finalize(self, _close, self.fd, self._threads)
 
+    @staticmethod
+    def opened() -> list[DiskFile]:
+        """The files of this process."""
+        return list(_files.values())
+
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC
         if self.direct and hasattr(os, "O_DIRECT"):
@@ -270,5 +275,5 @@ def _open_unnamed(directory: Path, flags: int) -> int:
 
 
 def _close(fd: int, threads: ThreadPoolExecutor) -> None:
-    threads.shutdown(wait=True)
+    threads.shutdown(wait=False)  # nothing is under way: it would refer to the file. A thread may run this
     os.close(fd)

@@ -8,7 +8,7 @@ fast does not use operations: gathers and steps of optimizers read regions ahead
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -68,6 +68,17 @@ class DiskTensor(torch.Tensor):
         memory = torch.empty(self.region.numel, dtype=self.dtype)
         self.region.read(memory).wait()
         return memory.as_strided(self.shape, self.stride(), self.storage_offset())
+
+    def parts(self) -> Iterator[torch.Tensor]:
+        """The values in their order, as 1-D tensors, of which one at a time is in memory."""
+        if not (self.is_whole and self.is_contiguous()):
+            yield self.load().contiguous().view(-1)
+            return
+        numel, most = self.numel(), self.region.step
+        for start in range(0, numel, most):
+            part = torch.empty(min(most, numel - start), dtype=self.dtype)
+            self.region.read(part, start).wait()
+            yield part
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DiskTensor({self.region.what}, {tuple(self.shape)}, {self.dtype})"

@@ -203,8 +203,11 @@ class PendingReduction:
                     run_after_accumulation(group.params[index].sharded)
 
     def _on_disk(self, index: int, local: torch.Tensor) -> torch.Tensor:
-        """A reduced chunk on the disk, if its parameter is there. One to add to another stays in memory."""
+        """A reduced chunk on the disk, if its parameter is there. One to add to another stays in memory, and so does
+        that of a small parameter, as a copy: it must not keep the memory of all of them."""
         param, disk = self._group.params[index], self._group.offloaded.on_disk(index)
-        if disk is None or param.sharded.grad is not None:
+        if param.sharded.grad is not None:
             return local
+        if disk is None:
+            return local.clone()
         return DiskTensor.holding(disk, local.to(CPU), f"the gradient of '{param.name}'")

@@ -144,6 +144,16 @@ def shown(local: DiskTensor, param: DTensor) -> DTensor:
     return make_dtensor(local, altered_spec(spec_of(param), dtype=local.dtype))
 
 
+def state_like(param: DTensor, dtype: torch.dtype) -> DTensor:
+    """Zeros with the layout of a parameter: on the disk, if its state is there."""
+    if is_on_disk(param):
+        known, disk = _place_of(param)
+        return shown(DiskTensor.like(disk, known.local, f"the state of '{known.name}'", dtype), param)
+    return make_dtensor(
+        torch.zeros_like(local_tensor(param.detach()), dtype=dtype), altered_spec(spec_of(param), dtype=dtype)
+    )
+
+
 def is_on_disk(param: object) -> TypeGuard[DTensor]:
     """Whether the optimizer's state of a parameter is on a disk."""
     owner = owner_of(param) if isinstance(param, DTensor) else None

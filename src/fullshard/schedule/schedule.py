@@ -105,7 +105,7 @@ class Schedule:
                     location = param.locations[0]
                     param.rename(plain_name(f"{names.get(id(location.module), '')}.{location.name}"))
         self.size_slots()
-        if is_host(self.device):
+        if is_host(self.device) and not any(group.offloaded.disk is not None for group in self.groups()):
             # The reduced gradients, those of autograd that wait to be taken, and activations of a similar size.
             largest = max([group.full.buffer.nbytes for group in self.groups()], default=0)
             keep_freed(self, 2 * sum(group.shard.nbytes for group in self.groups()) + 4 * largest)

@@ -1,0 +1,163 @@
+"""The file of offloaded values: what is written is read back, or an error names it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fullshard import DiskError
+from fullshard.disk import file as disk_file
+from fullshard.disk.file import BLOCK, DiskFile, Region, file_in
+
+WAYS = pytest.mark.parametrize("direct", [True, False])
+
+
+def written(file: DiskFile, numel: int = 3 * BLOCK // 4 + 5, dtype: torch.dtype = torch.float32) -> tuple[Region, Any]:
+    values = torch.randn(numel).to(dtype)
+    region = file.allocate(numel, dtype, "parameter 'layer.weight'")
+    region.write(values).wait()
+    return region, values
+
+
+@WAYS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("numel", [0, 1, 1024, 1025, BLOCK // 8, BLOCK // 4 + 1])
+def test_what_is_written_is_read_back(tmp_path: Path, direct: bool, dtype: torch.dtype, numel: int) -> None:
+    region, values = written(DiskFile(tmp_path, direct), numel, dtype)
+    found = torch.empty_like(values)
+    region.read(found).wait()
+    assert torch.equal(found, values)
+    wide = torch.empty(numel, dtype=torch.float64)
+    region.read(wide).wait()
+    assert torch.equal(wide, values.double())
+
+
+def test_parts_begin_and_end_where_blocks_do(tmp_path: Path) -> None:
+    region, values = written(DiskFile(tmp_path))
+    part = torch.empty(region.step)
+    region.read(part, region.step).wait()
+    assert torch.equal(part, values[region.step : 2 * region.step])
+    region.write(-part, region.step).wait()
+    whole = torch.empty_like(values)
+    region.read(whole).wait()
+    assert torch.equal(whole[region.step : 2 * region.step], -part)
+    assert torch.equal(whole[: region.step], values[: region.step])
+
+
+def test_a_region_that_was_never_written_is_zeros(tmp_path: Path) -> None:
+    found = torch.ones(5)
+    DiskFile(tmp_path).allocate(5, torch.float32, "").read(found).wait()
+    assert not found.any()
+
+
+def test_reads_and_writes_of_a_region_happen_in_their_order(tmp_path: Path) -> None:
+    region = DiskFile(tmp_path).allocate(BLOCK, torch.float32, "")
+    work, found = [], []
+    for number in range(8):
+        work.append(region.write(torch.full((BLOCK,), float(number))))
+        found.append(torch.empty(BLOCK))
+        work.append(region.read(found[-1]))
+    for each in work:
+        each.wait()
+    assert [[*each.unique().tolist()] for each in found] == [[float(number)] for number in range(8)]
+
+
+def test_the_file_has_no_name_and_freed_regions_are_used_again(tmp_path: Path) -> None:
+    file = DiskFile(tmp_path)
+    region, _ = written(file)
+    before = file.nbytes
+    assert not any(tmp_path.iterdir())
+    del region
+    again, values = written(file)
+    assert file.nbytes == before
+    found = torch.empty_like(values)
+    again.read(found).wait()
+    assert torch.equal(found, values)
+
+
+def test_a_process_has_one_file_in_a_directory(tmp_path: Path) -> None:
+    file = file_in(tmp_path, True, 1 << 20)
+    assert file_in(tmp_path, True, 1 << 20) is file
+    assert file in DiskFile.opened()
+    assert file_in(tmp_path / "other", True, 1 << 20) is not file
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    with pytest.raises(DiskError, match=rf"{taken}.*Give DiskOffloadPolicy a directory that can be written"):
+        DiskFile(taken)
+
+
+def test_a_full_disk_is_found_when_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = DiskFile(tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DiskError, match=rf"could not write parameter 'w' in .*{tmp_path}: No space left") as caught:
+        file.allocate(10, torch.float32, "parameter 'w'")
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_forked_process_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    region, values = written(DiskFile(tmp_path))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(RuntimeError, match="in a forked process"):
+        region.read(values)
+
+
+def _short(real: Callable[..., int]) -> Callable[..., int]:
+    """Moves fewer bytes than it was asked to."""
+    return lambda fd, buffers, at: real(fd, [buffers[0][: max(1, len(buffers[0]) // 2) // 4096 * 4096 or 4096]], at)
+
+
+def _failing(number: int) -> Callable[..., int]:
+    def move(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return move
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_fault_of_the_disk_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The values that are read are those that were written, or an error names the parameter and the directory."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    file = DiskFile(tmp_path, direct=seed % 2 == 0)
+    region, values = written(file, random.choice([7, 5000, BLOCK // 4, BLOCK // 4 + 3000]))
+    fault = random.choice(["cut", "changed", "read error", "write error", "full", "short read", "short write"])
+    after, harmless = torch.empty_like(values), fault.startswith("short")
+    if fault == "cut":
+        os.ftruncate(file.fd, random.randrange(region.nbytes))
+    elif fault == "changed":
+        at = random.randrange(region.nbytes)
+        with open(f"/proc/self/fd/{file.fd}", "r+b") as other:
+            other.seek(at)
+            before = other.read(1)
+            other.seek(at)
+            other.write(bytes([before[0] ^ (1 << random.randrange(8))]))
+    elif fault == "read error":
+        monkeypatch.setattr(disk_file.os, "preadv", _failing(errno.EIO))
+    elif fault == "short read":
+        monkeypatch.setattr(disk_file.os, "preadv", _short(os.preadv))
+    else:
+        number = {"write error": errno.EIO, "full": errno.ENOSPC}.get(fault)
+        with monkeypatch.context() as patch:
+            patch.setattr(disk_file.os, "pwritev", _short(os.pwritev) if number is None else _failing(number))
+            values = values + 1
+            work = region.write(values)  # beside the caller: nobody waits for it, as in training
+            work.settle()
+    if harmless:
+        region.read(after).wait()
+        assert torch.equal(after, values)
+        return
+    with pytest.raises(DiskError, match=rf"parameter 'layer\.weight' in .*{tmp_path}.*from the last checkpoint"):
+        region.read(after).wait()

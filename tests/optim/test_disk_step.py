@@ -1,0 +1,150 @@
+"""Training from a disk is training in memory, to the last bit."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import DiskError, DiskOffloadPolicy, OffloadPolicy, checkpoint, fully_shard
+from fullshard.disk.tensor import DiskTensor
+from fullshard.optim import disk_step, local_step
+from tests.harness import World, ranks
+
+STEPS = 4
+
+
+def build(policy: OffloadPolicy, zero_stage: int = 3) -> Any:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(96, 384), nn.ReLU(), nn.Linear(384, 96), nn.LayerNorm(96)) for _ in range(3)]
+    model = nn.Sequential(*blocks)
+    for block in model:
+        fully_shard(block, offload_policy=policy, zero_stage=zero_stage)
+    return fully_shard(model, offload_policy=policy, zero_stage=zero_stage)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, world: World, steps: range = range(STEPS)) -> None:
+    for step in steps:
+        for micro_batch in range(2):
+            torch.manual_seed(10 * step + micro_batch)
+            batch = torch.randn(world.size, 4, 96)[world.rank]
+            model(batch).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """This rank's part of each parameter, followed by its state."""
+    found: list[Any] = []
+    for param in model.parameters():
+        found += [param.detach(), *(value for _, value in sorted(optimizer.state.get(param, {}).items()))]
+    tensors = [each for each in found if isinstance(each, Tensor)]
+    return [(each.to_local() if isinstance(each, DTensor) else each).clone() for each in tensors]
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "AdamW foreach amsgrad": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True, amsgrad=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "two groups": lambda params: torch.optim.AdamW(
+        [{"params": [each], "lr": 0.01 * (number % 3)} for number, each in enumerate(params)]
+    ),
+}
+SHARES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "state": {"parameters": False},
+    "half": {"parameters": 0.5},
+    "half of the state": {"parameters": False, "optimizer_state": 0.5},
+    "cached, little staging": {"direct": False, "staging_bytes": 1},
+}
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_from_the_disk_is_the_step_in_memory(world: World, name: str) -> None:
+    compare(world, name, "all")
+
+
+@ranks(2)
+@pytest.mark.parametrize("shares", SHARES)
+def test_a_share_may_be_on_the_disk(world: World, shares: str) -> None:
+    compare(world, "AdamW", shares)
+
+
+@ranks(2)
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_every_stage_may_be_on_the_disk(world: World, zero_stage: int) -> None:
+    compare(world, "AdamW", "all", zero_stage)
+
+
+def compare(world: World, name: str, shares: str, zero_stage: int = 3) -> None:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as directory:
+        patch.setattr(disk_step, "BLOCK", 1 << 14)  # so that these parameters are stepped on in pieces
+        patch.setattr("fullshard.disk.file.BLOCK", 1 << 14)
+        found = []
+        for policy in (OffloadPolicy(), DiskOffloadPolicy(directory, **SHARES[shares])):
+            model = build(policy, zero_stage)
+            optimizer = OPTIMIZERS[name](model.parameters())
+            train(model, optimizer, world)
+            found.append(values(model, optimizer))
+        on_disk = [isinstance(each.to_local(), DiskTensor) for each in model.parameters()]
+        assert any(on_disk) == ("state" not in shares)
+        assert len(found[0]) == len(found[1])
+        assert all(map(torch.equal, *found))
+
+
+@ranks(1)
+def test_state_that_was_loaded_goes_to_the_disk(world: World) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        policy = DiskOffloadPolicy(directory)
+        model, other = build(policy), build(policy)
+        optimizer, loaded = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, other))
+        train(model, optimizer, world)
+        checkpoint.save(f"{directory}/checkpoints", model, optimizer)
+        checkpoint.load(f"{directory}/checkpoints", other, loaded)
+        for each in (
+            loaded.state[param]["exp_avg"].to_local() for param in other.parameters() if param.numel() > 20000
+        ):
+            assert isinstance(each, DiskTensor)
+        train(model, optimizer, world, range(STEPS, STEPS + 2))
+        train(other, loaded, world, range(STEPS, STEPS + 2))
+        assert all(map(torch.equal, values(model, optimizer), values(other, loaded)))
+        plain = build(OffloadPolicy())
+        in_memory = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        checkpoint.load(f"{directory}/checkpoints", plain, in_memory)
+        train(plain, in_memory, world, range(STEPS, STEPS + 2))
+        assert all(map(torch.equal, values(model, optimizer), values(plain, in_memory)))
+
+
+@ranks(1)
+def test_an_optimizer_that_needs_whole_parameters_is_refused(world: World) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        model = build(DiskOffloadPolicy(directory))
+        optimizer = local_step(torch.optim.AdamW(model.parameters()), whole=True)
+        model(torch.ones(1, 96)).sum().backward()
+        with pytest.raises(ValueError, match=r"does not compute element by element, and the state of '0\.0\.weight'"):
+            optimizer.step()
+
+
+@ranks(1)
+def test_a_disk_that_fails_in_a_step_names_the_parameter(world: World) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        model = build(DiskOffloadPolicy(directory))
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(model, optimizer, world, range(1))
+
+        def fail(*_: Any) -> int:
+            raise OSError(5, "Input/output error")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fullshard.disk.file.os.preadv", fail)
+            with pytest.raises(DiskError, match=r"could not read .*'\d\.\d\.weight' in .*: Input/output error"):
+                train(model, optimizer, world, range(1))
