@@ -97,7 +97,7 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
 
 def _moved() -> list[int]:
     files = list(DiskFile.opened())
-    return [sum(file.moved[way] for file in files) for way in ("read", "written")]
+    return [sum(file.moved[way] for file in files) for way in ("read", "write")]
 
 
 def _disk_seconds(directory: str, read: int, written: int, direct: bool) -> float:

@@ -23,7 +23,7 @@ class CPUOffloadPolicy(OffloadPolicy, Checked):
 
     ``parameters=False``, which PyTorch's policy lacks, offloads the optimizer's state alone: it is copied to the device
     for a step and back after it. A number offloads a part: the first parameters of a group that have at least this
-    share of its bytes. The optimizer then steps on the CPU for these while the device steps on the others.
+    share of its bytes. The optimizer steps on the CPU for these.
 
     Args:
         pin_memory: whether this memory is page-locked, so that copies are faster and overlap with computation. Other

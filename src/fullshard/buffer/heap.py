@@ -20,9 +20,10 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 #: by itself in a program that frees such pieces, and that of what it keeps to twice as much. So there is no way back to
 #: lower ones: a program that was told once to go by fixed thresholds would have to ask the system for every tensor.
 _LARGEST_PIECE = 32 * 2**20
-_LARGE = 2**20
 KEPT_BY_ITSELF = 2 * _LARGEST_PIECE
 _LARGEST_INT = 2**31 - 1
+#: Pieces of this size are not worth keeping where memory is scarce.
+_LARGE = 2**20
 #: With any of these the user has chosen thresholds.
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 
@@ -33,7 +34,7 @@ _is_over = False
 
 def keep_freed(owner: object, nbytes: int) -> None:
     """Let the heap, if it is glibc's and the user has not decided, keep so much freed memory while ``owner`` lives."""
-    if any(name in os.environ for name in _SETTINGS) or not set_option(MMAP_THRESHOLD, _LARGEST_PIECE):
+    if _user_decides() or not set_option(MMAP_THRESHOLD, _LARGEST_PIECE):
         return
     weakref.finalize(owner, _forget_owner, id(owner)).atexit = False
     _asked[id(owner)] = min(nbytes, _LARGEST_INT)
@@ -43,8 +44,12 @@ def keep_freed(owner: object, nbytes: int) -> None:
 def return_large() -> None:
     """Let the heap, if it is glibc's and the user has not decided, return large pieces to the system at once: for
     models that do not fit into memory."""
-    if not any(name in os.environ for name in _SETTINGS):
+    if not _user_decides():
         set_option(MMAP_THRESHOLD, _LARGE)
+
+
+def _user_decides() -> bool:
+    return any(name in os.environ for name in _SETTINGS)
 
 
 def _forget_owner(owner: int) -> None:

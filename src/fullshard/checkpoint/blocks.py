@@ -191,7 +191,8 @@ class BlockWriter:
                     for part in tensor.parts():
                         self.write(bytes_of(part))
                 else:
-                    self.write(bytes_of(tensor if plain else tensor.cpu().contiguous()))
+                    values = tensor if plain else tensor.cpu().contiguous()
+                    self.write(bytes_of(values))
 
     def _write_small(self) -> None:
         buffered, self._buffered = self._buffered, 0

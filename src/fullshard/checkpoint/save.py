@@ -156,8 +156,8 @@ def save(
     manifest.time, manifest.metrics = datetime.now(UTC), metrics
     writing = _Writing(storage_of(memory or root), ranks, policies, manifest, began, root if memory else None, step)
     writing.logged = Metrics.of(model)
-    # What an older save has yet to publish decides a new number, and what a replica belongs to.
     wait = wait or any(map(is_on_disk, model.parameters()))  # nothing is copied: there is no memory for a copy
+    # What an older save has yet to publish decides a new number, and what a replica belongs to.
     writing.prepare(model, optimizer, state, begin=wait or (budget is None and not writing.storage.is_slow))
     if wait:
         return writing.write()

@@ -81,15 +81,16 @@ class DiskFile:
         direct: whether reads and writes bypass the page cache. ``False`` where the file system cannot do that.
         staging_bytes: for what is in memory while it is read or written.
         nbytes: its size.
-        moved: the bytes that were read, and those that were written.
+        moved: the bytes of all reads, and of all writes.
     """
 
     def __init__(self, directory: Path, direct: bool = True, staging_bytes: int = 1 << 26) -> None:
         self.directory, self.direct, self.staging_bytes, self.nbytes = directory, direct, staging_bytes, 0
-        self.moved = {"read": 0, "written": 0}
+        self.moved = {"read": 0, "write": 0}
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # where regions begin that are free, by size
         self._behind: deque[tuple[Work, int]] = deque()
-        self._lock, self._local, self._process = threading.Lock(), threading.local(), os.getpid()
+        self.lock = threading.RLock()  # a region may be freed, by a collection, while another is allocated
+        self._local, self._process = threading.local(), os.getpid()
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self.fd = self._open()
@@ -115,7 +116,7 @@ class DiskFile:
     def allocate(self, numel: int, dtype: torch.dtype, what: str) -> Region:
         """A region for ``numel`` elements; ``what`` names the tensor in errors. Raises DiskError: the disk is full."""
         size = -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        with self._lock:
+        with self.lock:
             if self._free[size]:
                 return Region(self, self._free[size].pop(), size, numel, dtype, what)
             start = self.nbytes
@@ -128,17 +129,16 @@ class DiskFile:
             self.nbytes += size
         return Region(self, start, size, numel, dtype, what)
 
-    def free(self, start: int, size: int, last: list[Work]) -> None:
-        """Let other tensors have a region, after what is under way there."""
-        last[0].settle()
-        with self._lock:
+    def free(self, start: int, size: int) -> None:
+        """Let other tensors have a region. Nothing is under way there: it would refer to the region."""
+        with self.lock:
             self._free[size].append(start)
 
     def submit(self, move: Callable[[int], None], blocks: Sequence[int]) -> Work:
         """Move blocks beside the caller. Raises RuntimeError in a forked process."""
         if os.getpid() != self._process:
             raise RuntimeError(
-                "a parameter that is offloaded to a disk was used in a forked process: use it in the one"
+                "a parameter that is offloaded to a disk was used in a forked process: use it where the model was made"
             )
         return Work([self._threads.submit(move, number) for number in blocks])
 
@@ -181,11 +181,11 @@ class Region:
 
     def __init__(self, file: DiskFile, start: int, size: int, numel: int, dtype: torch.dtype, what: str) -> None:
         self.file, self.numel, self.dtype, self.what, self.writes = file, numel, dtype, what, 0
-        self._start, self._size = start, size
+        self._start = start
         self._checksums: list[int | None] = [None] * -(-size // BLOCK)  # ``None``: never written, so it is zeros
-        self._last = [Work()]  # what is under way here
+        self._last = Work()  # what is under way here
         self._failure: BaseException | None = None
-        weakref.finalize(self, file.free, start, size, self._last).atexit = False
+        weakref.finalize(self, file.free, start, size).atexit = False
 
     @property
     def nbytes(self) -> int:
@@ -208,7 +208,7 @@ class Region:
 
     def _move(self, tensor: torch.Tensor, start: int, move: Callable[..., None]) -> Work:
         assert start % self.step == 0, "parts of a region begin where a block begins"
-        first, before = start // self.step, self._last[0]
+        first, before = start // self.step, self._last
         tensor = tensor.detach()
 
         def run(number: int) -> None:
@@ -217,7 +217,7 @@ class Region:
 
         blocks = range(first, first - (-tensor.numel() // self.step))
         work = self.file.submit(run, blocks)
-        self._last[0] = Work([*(each for each in before.blocks if not each.done()), *work.blocks])
+        self._last = Work([*(each for each in before.blocks if not each.done()), *work.blocks])
         return work
 
     def _read(self, number: int, target: torch.Tensor) -> None:
@@ -227,20 +227,9 @@ class Region:
             target.zero_()
             return
         length, buffer = self._length(number), self.file.bounce()
-        block, filled = buffer[: -(-length // _ALIGNMENT) * _ALIGNMENT], 0
-        try:
-            while filled < length:
-                count = os.preadv(self.file.fd, [block[filled:]], self._start + number * BLOCK + filled)
-                if count == 0:
-                    raise self.file.failure("read", self.what, "the file ends before them")
-                filled += count if filled + count >= length else count // _ALIGNMENT * _ALIGNMENT or count
-        except OSError as error:
-            if isinstance(error, DiskError):
-                raise
-            raise self.file.failure("read", self.what, error) from error
+        self._transfer(os.preadv, "read", number)
         if xxhash.xxh3_64_intdigest(buffer[:length]) != self._checksums[number]:
             raise self.file.failure("read", self.what, "they are not what was written (wrong checksum)")
-        self.file.moved["read"] += length
         target.copy_(torch.frombuffer(buffer, dtype=self.dtype, count=length // self.dtype.itemsize)[: target.numel()])
 
     def _write(self, number: int, values: torch.Tensor) -> None:
@@ -248,15 +237,27 @@ class Region:
         assert values.nbytes == length, "parts of a region end where a block ends"
         torch.frombuffer(buffer, dtype=self.dtype, count=values.numel()).copy_(values)
         self._checksums[number] = xxhash.xxh3_64_intdigest(buffer[:length])
-        block, written = buffer[: -(-length // _ALIGNMENT) * _ALIGNMENT], 0
         try:
-            while written < length:
-                count = os.pwritev(self.file.fd, [block[written:]], self._start + number * BLOCK + written)
-                written += count if written + count >= length else count // _ALIGNMENT * _ALIGNMENT or count
-        except OSError as error:
-            self._failure = self.file.failure("write", self.what, error)
-            raise self._failure from error
-        self.file.moved["written"] += length
+            self._transfer(os.pwritev, "write", number)
+        except DiskError as error:
+            self._failure = error
+            raise
+
+    def _transfer(self, call: Callable[[int, list[memoryview], int], int], verb: str, number: int) -> None:
+        """Read a block into the buffer of this thread, or write it from there. Raises DiskError."""
+        length, done = self._length(number), 0
+        block = self.file.bounce()[: -(-length // _ALIGNMENT) * _ALIGNMENT]
+        while done < length:
+            try:
+                count = call(self.file.fd, [block[done:]], self._start + number * BLOCK + done)
+            except OSError as error:
+                raise self.file.failure(verb, self.what, error) from error
+            if count == 0:
+                why = "the file ends before them" if verb == "read" else "no byte was taken"
+                raise self.file.failure(verb, self.what, why)
+            done += count if done + count >= length else count // _ALIGNMENT * _ALIGNMENT or count
+        with self.file.lock:
+            self.file.moved[verb] += length
 
     def _length(self, number: int) -> int:
         """The bytes of a block that are the tensor's."""

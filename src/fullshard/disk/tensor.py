@@ -99,7 +99,7 @@ class DiskTensor(torch.Tensor):
             raise RuntimeError(f"{packet.__name__} on {first!r}, which is offloaded to a disk: copy its values first")
         if packet in _LIKE and isinstance(args[0], DiskTensor):
             like = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="meta")
-            return func(like, *args[1:], **{**kwargs, "device": kwargs.get("device") or "cpu"})
+            return func(like, *args[1:], **{**kwargs, "device": kwargs.get("device") or CPU})
         if packet.__name__.startswith("_foreach_"):
             return _one_by_one(func, args, kwargs)
         if func.is_view and isinstance(args[0], DiskTensor):
@@ -174,12 +174,11 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _overwritten(func: Any, args: tuple[Any, ...]) -> Region | None:
     """The region of which an operation writes all values and reads none."""
-    first, *others = args or (None,)
-    if func.overloadpacket not in _OVERWRITES or not isinstance(first, DiskTensor) or not first.is_whole:
+    if func.overloadpacket not in _OVERWRITES or not isinstance(args[0], DiskTensor) or not args[0].is_whole:
         return None
-    return (
-        None if any(isinstance(each, DiskTensor) and each.region is first.region for each in others) else first.region
-    )
+    region = args[0].region
+    reads = any(isinstance(each, DiskTensor) and each.region is region for each in args[1:])
+    return None if reads else region
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:

@@ -158,7 +158,7 @@ class GroupContext:
     @property
     def starts_early(self) -> bool:
         """Whether a gather has something to do before it."""
-        return self.data.shards_replicas or (self.offloaded.disk is not None and bool(self.offloaded.parameters))
+        return self.data.shards_replicas or self.offloaded.reads_parameters
 
     def moves_state(self, index: int) -> bool:
         """Whether the optimizer's state of a parameter, and not the parameter, is on the CPU between steps."""

@@ -311,7 +311,7 @@ class GatheredBuffer(FullBuffer):
             self.start_early()
             shard.replica.finish()
         elif shard.on_disk:
-            self.start_early()
+            self._read_ahead()
             self._staged = None
             shard.finish_reading()
         elif shard.needs_staging:
@@ -329,11 +329,10 @@ class GatheredBuffer(FullBuffer):
         self._shard.stage(self._staging)
 
     def start_early(self) -> None:
+        if self._shard.on_disk and self.state is State.SHARDED:  # a gather under way still reads its staging
+            self._read_ahead()
+            return
         values, shard = (self._group.step.forwards, self.count_writes()), self._shard
-        if shard.on_disk and self._staged != values and not self.state.is_unsharded:
-            self._give_staging_back()
-            self._stage()
-            self._staged = values
         if shard.replica is None or shard.replica.has(values):
             return
         if shard.needs_staging:
@@ -341,6 +340,15 @@ class GatheredBuffer(FullBuffer):
             self._give_staging_back()
             self._stage()
         shard.replica.start(shard.staged_views if shard.needs_staging else shard.views, values)
+
+    def _read_ahead(self) -> None:
+        """Start to read the shard from a disk, unless what was read ahead is what it has now."""
+        values = self._group.step.forwards, self.count_writes()
+        if self._staged == values:
+            return
+        self._give_staging_back()
+        self._stage()
+        self._staged = values
 
     def _give_staging_back(self) -> None:
         if self._staged is not None:  # read ahead, and not used

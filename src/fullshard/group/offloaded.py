@@ -41,6 +41,11 @@ class Offloaded:
             for index in self.state:
                 _refuse(params[index], data)
 
+    @property
+    def reads_parameters(self) -> bool:
+        """Whether parameters are on a disk."""
+        return self.disk is not None and bool(self.parameters)
+
     def on_disk(self, index: int) -> DiskFile | None:
         """The file that a parameter lies in."""
         return self.disk if index in self.parameters else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -19,10 +19,10 @@ from fullshard.buffer.sections import full_bytes, full_starts, shard_bytes, shar
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import SharedMemory
 from fullshard.device import host_memory, is_host
-from fullshard.disk.file import Work
+from fullshard.disk.file import Region, Work
 from fullshard.disk.tensor import DiskTensor, in_memory_order
 from fullshard.group.context import GroupContext
-from fullshard.group.parameter import IndexedTensor, chunk_views
+from fullshard.group.parameter import chunk_views
 from fullshard.group.replica import ReplicaShard
 from fullshard.torch_private import foreach_copy
 
@@ -60,7 +60,7 @@ class ShardBuffer:
         self.is_full = is_alone and is_like and all(section.plan.is_rank_major for section in group.sections)
         self.is_full = self.is_full and self.memory is not None and not any(param.extends for param in group.params)
         self.memory = self.memory if self.is_full else None
-        self._reads: list[Work] = []
+        self._reads = Work()
         self.poisons = os.environ.get("FULLSHARD_DEBUG", "0") not in ("", "0")
 
     def _may_share(self) -> bool:
@@ -68,7 +68,7 @@ class ShardBuffer:
         group = self._group
         if not (group.params and group.may_share) or group.transport.private is group.transport:
             return False
-        if group.offloaded.disk is not None and group.offloaded.parameters:
+        if group.offloaded.reads_parameters:
             return False
         if group.data.shard_group is None or group.options.post_forward_mesh is not None or group.data.shards_replicas:
             return False
@@ -98,13 +98,7 @@ class ShardBuffer:
             sections, kinds = [section for _, section, _ in own], [dtype for _, _, dtype in own]
             nbytes = shard_bytes(sections, kinds)
             disk = offloaded.disk if is_offloaded and not self.is_meta else None
-            if self.is_meta or disk is not None:
-                memory = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-            elif is_offloaded:
-                memory = host_memory((nbytes,), torch.uint8, group.device, offloaded.pins_memory)
-            else:
-                memory = group.transport.private.allocate(nbytes, group.device)
-            memory.zero_()  # padding travels too and is never read: make it the same every time
+            memory = self._memory(nbytes, is_offloaded)
             for (at, section, _), view in zip(own, shard_views(memory, sections, kinds), strict=True):
                 for index, chunk in chunk_views(group.params, section.members, section.plan, view, group.own_rank):
                     chunks[index] = chunk
@@ -116,6 +110,17 @@ class ShardBuffer:
             self.memory = memory if len(own) == len(group.own_sections) else self.memory
         self.views = tuple(views[at] for at in range(len(views)))
         return chunks
+
+    def _memory(self, nbytes: int, is_offloaded: bool) -> torch.Tensor:
+        """Memory for sections: on meta if there is none for their values, or the values are on a disk."""
+        group, offloaded = self._group, self._group.offloaded
+        if self.is_meta or (is_offloaded and offloaded.disk is not None):
+            return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        if is_offloaded:
+            memory = host_memory((nbytes,), torch.uint8, group.device, offloaded.pins_memory)
+        else:
+            memory = group.transport.private.allocate(nbytes, group.device)
+        return memory.zero_()  # padding travels too and is never read: make it the same every time
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -152,22 +157,27 @@ class ShardBuffer:
         if not self.staged_views:
             with torch.inference_mode(False):
                 self.staged_views = shard_views(staging.memory, group.own_sections, group.compute_dtypes)
-        self._reads = [self._read(index, staged) for index, staged in self._staged_on_disk()]
+        if self.on_disk:
+            self._stage_from_disk()
+            return
         with torch.no_grad():
-            in_memory = [at for at, view in enumerate(self.views) if view.numel() or not self.on_disk]
-            if in_memory:
-                foreach_copy([self.staged_views[at] for at in in_memory], [self.views[at] for at in in_memory])
+            if self.views:
+                foreach_copy(self.staged_views, self.views)
 
-    def _staged_on_disk(self) -> Iterator[IndexedTensor]:
-        """The places in the staging of what is on a disk."""
-        group = self._group
-        for section, staged in zip(group.own_sections, self.staged_views, strict=True) if self.on_disk else ():
+    def _stage_from_disk(self) -> None:
+        """Start to read what is on the disk, and copy the sections that are in memory."""
+        group, reads = self._group, list[Work]()
+        for section, view, staged in zip(group.own_sections, self.views, self.staged_views, strict=True):
+            if section.members[0] not in self.on_disk:
+                with torch.no_grad():
+                    staged.copy_(view)
+                continue
             for index, chunk in chunk_views(group.params, section.members, section.plan, staged, group.own_rank):
-                if index in self.on_disk:
-                    yield index, in_memory_order(chunk)
+                reads.append(self._read(self.on_disk[index].region, in_memory_order(chunk)))
+        self._reads = Work([block for read in reads for block in read.blocks])
 
-    def _read(self, index: int, staged: torch.Tensor) -> Work:
-        region, device = self.on_disk[index].region, self._group.device
+    def _read(self, region: Region, staged: torch.Tensor) -> Work:
+        device = self._group.device
         if is_host(device):
             return region.read(staged)
         memory = host_memory(staged.shape, region.dtype, device, self._group.offloaded.pins_memory)
@@ -177,11 +187,8 @@ class ShardBuffer:
 
     def finish_reading(self) -> None:
         """Wait for what :meth:`stage` reads from a disk. Raises DiskError."""
-        reads, self._reads = self._reads, []
-        for work in reads:
-            work.settle()  # all of them, before the memory is given back
-        for work in reads:
-            work.wait()
+        reads, self._reads = self._reads, Work()
+        reads.wait()
 
     def refuse_meta(self) -> NoReturn:
         names = [param.name for param in self._group.params if param.values.is_meta]

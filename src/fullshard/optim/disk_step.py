@@ -8,7 +8,7 @@ the one before. For an optimizer that computes element by element, this is the s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -51,9 +51,7 @@ class _Piece:
     def load(self, state: dict[str, Any], before: dict[str, Any]) -> None:
         """Start to read value, gradient and ``state``. Pieces but the first get the numbers of ``before`` the step."""
         local = local_tensor(self.param.detach())
-        self.twin = nn.Parameter(self._part(local), requires_grad=self.param.requires_grad)
-        self.twin.__dict__.update(self.param.__dict__)
-        choose_grad_dtype(self.twin, chosen_grad_dtype(self.param))
+        self.twin = twin_of(self.param, self._part(local))
         self.twin.grad = self._part(local_tensor(self.param.grad))
         self.state = {}
         for name, value in before.items():
@@ -80,12 +78,11 @@ class _Piece:
                     state[name] = value
                 continue
             if name not in state:
-                what = f"the state '{name}' of '{self.known.name}'"
-                state[name] = shown(DiskTensor.like(self.disk, local, what, value.dtype), self.param)
+                state[name] = _zeros(self.param, value.dtype, f"'{name}' ")
             place = local_tensor(state[name])
             if isinstance(place, DiskTensor):
                 yield place.region.write(value, self.start)
-            elif in_memory_order(place)[self.start : self.stop].data_ptr() != value.data_ptr():
+            else:
                 in_memory_order(place)[self.start : self.stop] = value
 
 
@@ -98,7 +95,7 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def step_on_disk(optimizer: Optimizer, params: Sequence[tuple[int, DTensor]]) -> None:
+def step_on_disk(optimizer: Optimizer, params: Mapping[torch.Tensor, int]) -> None:
     """Make a step for parameters whose state is on a disk, given with the index of their group in the optimizer.
 
     Raises DiskError. The step is then lost, and perhaps made in part.
@@ -130,28 +127,48 @@ def offload_state(optimizer: Optimizer) -> None:
     for param, state in optimizer.state.items():
         if not (isinstance(param, DTensor) and isinstance(state, dict) and is_on_disk(param)):
             continue
-        known, disk = _place_of(param)
+        known, _ = _place_of(param)
         for name, value in state.items():
             local = local_tensor(value)
             if isinstance(value, DTensor) and local.shape == known.local.shape and not isinstance(local, DiskTensor):
-                made = DiskTensor.like(disk, known.local, f"the state '{name}' of '{known.name}'", local.dtype)
-                made.copy_(local)
-                state[name] = shown(made, param)
-
-
-def shown(local: DiskTensor, param: DTensor) -> DTensor:
-    """State on the disk as the user sees it."""
-    return make_dtensor(local, altered_spec(spec_of(param), dtype=local.dtype))
+                state[name] = _zeros(param, local.dtype, f"'{name}' ")
+                local_tensor(state[name]).copy_(local)
 
 
 def state_like(param: DTensor, dtype: torch.dtype) -> DTensor:
     """Zeros with the layout of a parameter: on the disk, if its state is there."""
     if is_on_disk(param):
-        known, disk = _place_of(param)
-        return shown(DiskTensor.like(disk, known.local, f"the state of '{known.name}'", dtype), param)
-    return make_dtensor(
-        torch.zeros_like(local_tensor(param.detach()), dtype=dtype), altered_spec(spec_of(param), dtype=dtype)
-    )
+        return _zeros(param, dtype)
+    local = torch.zeros_like(local_tensor(param.detach()), dtype=dtype)
+    return make_dtensor(local, altered_spec(spec_of(param), dtype=dtype))
+
+
+def _zeros(param: DTensor, dtype: torch.dtype, name: str = "") -> DTensor:
+    """Zeros on the disk with the layout of a parameter, as the user sees state."""
+    known, disk = _place_of(param)
+    local = DiskTensor.like(disk, known.local, f"the state {name}of '{known.name}'", dtype)
+    return make_dtensor(local, altered_spec(spec_of(param), dtype=dtype))
+
+
+def twin_of(param: DTensor, values: torch.Tensor) -> nn.Parameter:
+    """What a step sees as the parameter: a plain one over ``values``, with the same attributes."""
+    twin = nn.Parameter(values, requires_grad=param.requires_grad)
+    twin.__dict__.update(param.__dict__)
+    choose_grad_dtype(twin, chosen_grad_dtype(param))
+    return twin
+
+
+def substitute_for(
+    optimizer: Optimizer, params: Iterable[Sequence[torch.Tensor]], state: defaultdict[Any, Any]
+) -> Optimizer:
+    """An optimizer like ``optimizer``, without its hooks, that has other parameters in its groups, and their state."""
+    substitute = object.__new__(type(optimizer))
+    substitute.__dict__.update(optimizer.__dict__, **{name: {} for name in STEP_HOOKS})
+    substitute.state = state
+    substitute.param_groups = [
+        {**group, "params": own} for group, own in zip(optimizer.param_groups, params, strict=True)
+    ]
+    return substitute
 
 
 def is_on_disk(param: object) -> TypeGuard[DTensor]:
@@ -167,11 +184,11 @@ def _place_of(param: DTensor) -> tuple[ShardedParameter, DiskFile]:
     return owner[0].params[owner[1]], owner[0].offloaded.disk
 
 
-def _pieces(params: Sequence[tuple[int, DTensor]]) -> list[_Piece]:
+def _pieces(params: Mapping[torch.Tensor, int]) -> list[_Piece]:
     """The pieces of the parameters that have gradients."""
     pieces: list[_Piece] = []
-    for at, param in params:
-        if param.grad is not None:
+    for param, at in params.items():
+        if param.grad is not None and isinstance(param, DTensor):
             known, disk = _place_of(param)
             numel, most = known.local.numel(), BLOCK // known.dtype.itemsize
             starts = range(0, max(numel, 1), most)
@@ -204,14 +221,8 @@ def _numbers_copied(state: dict[str, Any], local: torch.Tensor) -> dict[str, Any
 
 def _optimizer_of(optimizer: Optimizer, bucket: Sequence[_Piece]) -> Optimizer:
     """An optimizer like ``optimizer`` that has only these pieces."""
-    part = object.__new__(type(optimizer))
-    part.__dict__.update(optimizer.__dict__, **{name: {} for name in STEP_HOOKS})
-    part.state = defaultdict(dict, {piece.twin: piece.state for piece in bucket})
-    part.param_groups = [
-        {**group, "params": [piece.twin for piece in bucket if piece.group == at]}
-        for at, group in enumerate(optimizer.param_groups)
-    ]
-    return part
+    params = [[piece.twin for piece in bucket if piece.group == at] for at in range(len(optimizer.param_groups))]
+    return substitute_for(optimizer, params, defaultdict(dict, {piece.twin: piece.state for piece in bucket}))
 
 
 def _step_of(cls: type[Optimizer]) -> Callable[[Optimizer], object]:

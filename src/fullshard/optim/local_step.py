@@ -34,7 +34,7 @@ from fullshard import torch_private
 from fullshard.group.owners import owner_of
 from fullshard.group.parameter import ShardedParameter, local_tensor
 from fullshard.group.ragged import is_ragged
-from fullshard.optim.disk_step import is_on_disk, step_on_disk
+from fullshard.optim.disk_step import is_on_disk, step_on_disk, substitute_for, twin_of
 from fullshard.torch_private import local_of, spec_of
 
 #: The classes of torch that compute element by element. Exactly these: a subclass may do anything.
@@ -96,11 +96,11 @@ _OWN_ATTRIBUTES = ("param_groups", "state", *torch_private.STEP_HOOKS)  # attrib
 class _LocalStep:
     """Runs the steps of one optimizer on local tensors. The optimizer's hooks keep it alive."""
 
-    def __init__(self, optimizer: Optimizer, whole: bool = False) -> None:
+    def __init__(self, optimizer: Optimizer, whole: bool = False, by_blocks: bool = False) -> None:
         self._running: weakref.ref[Optimizer] | None = None
         self._needs_whole, self._name = whole, type(optimizer).__name__
-        self._is_elementwise = not _computes_on_blocks(optimizer)
-        self._on_disk: list[tuple[int, DTensor]] = []  # parameters whose state is, and the groups that have them
+        self._is_elementwise = not (whole or by_blocks)
+        self._on_disk: dict[torch.Tensor, int] = {}  # parameters whose state is, and which group has each
         self._by_param: dict[Any, _Link] = {}
         self._build([])
         self.handle = optimizer.register_step_pre_hook(self._begin)
@@ -128,12 +128,7 @@ class _LocalStep:
             return None
         if self._on_disk:
             step_on_disk(optimizer, self._on_disk)
-        substitute = object.__new__(type(optimizer))
-        substitute.__dict__.update(optimizer.__dict__, **{name: {} for name in torch_private.STEP_HOOKS})
-        substitute.state = self._state
-        substitute.param_groups = [
-            {**group, "params": params} for group, params in zip(optimizer.param_groups, self._substitutes, strict=True)
-        ]
+        substitute = substitute_for(optimizer, self._substitutes, self._state)
         # The substitute is freed after the step. If the step raises, that is what ends it.
         self._running = weakref.ref(substitute, partial(self._abandon, weakref.ref(optimizer)))
         return (substitute, *args[1:]), kwargs
@@ -158,18 +153,17 @@ class _LocalStep:
         self._groups = [list(group) for group in groups]
         self._by_param, self._lent = {}, []
         twins: dict[Any, _Link] = {}
-        self._on_disk = [(at, each) for at, group in enumerate(groups) for each in filter(is_on_disk, group)]
+        self._on_disk = {each: at for at, group in enumerate(groups) for each in filter(is_on_disk, group)}
         if self._needs_whole:
             _check_parts(self._name, _sharded(groups), None)
-        if self._on_disk and (self._needs_whole or not self._is_elementwise):
-            name = _sharded([[self._on_disk[0][1]]])[0].name
+        if self._on_disk and not self._is_elementwise:
+            name = _sharded([[*self._on_disk]])[0].name
             raise ValueError(
                 f"{self._name} does not compute element by element, and the state of '{name}' is on a disk, from which "
                 f"a step reads parts: use CPUOffloadPolicy, or an optimizer such as AdamW"
             )
-        on_disk = {each for _, each in self._on_disk}
         for param in chain.from_iterable(groups):
-            if isinstance(param, DTensor) and param not in twins and param not in on_disk:
+            if isinstance(param, DTensor) and param not in twins and param not in self._on_disk:
                 local, spec, owner = local_of(param), spec_of(param), owner_of(param)
                 if type(local) is not torch.Tensor or any(placement.is_partial() for placement in spec.placements):
                     return
@@ -177,23 +171,19 @@ class _LocalStep:
                     if owner[0].moves_state(owner[1]):  # after each step: nothing else may hold it
                         return
                     spec = owner[0].params[owner[1]].spec
-                twin = nn.Parameter(local, requires_grad=param.requires_grad)
-                twin.__dict__.update(param.__dict__)
-                torch_private.choose_grad_dtype(twin, torch_private.chosen_grad_dtype(param))
-                twins[param] = param, local, twin, spec
+                twins[param] = param, local, twin_of(param, local), spec
         self._by_param = twins
         self._lent = [link for link in twins.values() if link[1].numel() or not self._needs_whole]
         self._substitutes = [
-            [twins[param][2] if param in twins else param for param in group if param not in on_disk]
+            [twins[param][2] if param in twins else param for param in group if param not in self._on_disk]
             for group in groups
         ]
 
     def _adopt_state(self, optimizer: Optimizer) -> bool:
         """Make the local state, keyed by twins. Returns whether that is possible for all state."""
         self._forget()
-        on_disk = {each for _, each in self._on_disk}
         for key, entry in optimizer.state.items():
-            if key in on_disk:
+            if key in self._on_disk:
                 continue
             if key not in self._by_param:
                 self._state[key] = entry
@@ -247,7 +237,7 @@ class _LocalStep:
         """Update the user's state after a step. What the step did not replace stays the same object."""
         before, by_twin = dict(user_state), {each[2]: each for each in self._by_param.values()}
         user_state.clear()
-        user_state.update({each: before[each] for _, each in self._on_disk if each in before})
+        user_state.update({each: before[each] for each in self._on_disk if each in before})
         for key, mine in self._state.items():
             if key not in by_twin:
                 user_state[key] = mine
@@ -373,7 +363,10 @@ def _check_parts(name: str, params: list[ShardedParameter], blocks: _Blocks | No
 
 def prepare_step(optimizer: Optimizer) -> None:
     """Make the step that begins now run on local tensors, if possible. The optimizer has parameters of groups."""
-    if optimizer not in _steps and (type(optimizer) in _ELEMENTWISE or _computes_on_blocks(optimizer)):
-        _steps[optimizer] = _LocalStep(optimizer)
+    if optimizer not in _steps:
+        if type(optimizer) in _ELEMENTWISE:
+            _steps[optimizer] = _LocalStep(optimizer)
+        elif _computes_on_blocks(optimizer):
+            _steps[optimizer] = _LocalStep(optimizer, by_blocks=True)
     if (step := _steps.get(optimizer)) is not None:
         torch_private.reorder(step.handle, last=True)  # the user's own hooks may change gradients and options
