@@ -74,7 +74,7 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     for step in range(_WARM_UP + args.steps):
         torch.manual_seed(1000 + step + dist.get_rank())
         batch = torch.randn(args.tokens, args.width)
-        before = _moved(), Work.waited_seconds
+        before = DiskFile.moved_by_all(), Work.waited_seconds
         dist.barrier()
         began = time.perf_counter()
         loss = (model(batch) - batch.roll(1, 0)).square().mean()
@@ -85,7 +85,7 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
         losses.append(loss.item())
         if step >= _WARM_UP:
             seconds.append(time.perf_counter() - began)
-            moved = [after - earlier for after, earlier in zip(_moved(), before[0], strict=True)]
+            moved = [after - earlier for after, earlier in zip(DiskFile.moved_by_all(), before[0], strict=True)]
             waited = Work.waited_seconds - before[1]
     found = hashlib.sha256(str(losses).encode())
     for param in model.parameters():
@@ -93,11 +93,6 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     dist.destroy_process_group()
     return {"seconds": median(seconds), "moved": moved, "waited": waited, "hash": found.hexdigest(), "peak": peak}
-
-
-def _moved() -> list[int]:
-    files = list(DiskFile.opened())
-    return [sum(file.moved[way] for file in files) for way in ("read", "write")]
 
 
 def _disk_seconds(directory: str, read: int, written: int, direct: bool) -> float:

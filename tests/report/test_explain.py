@@ -92,6 +92,16 @@ def test_a_stage_sends_and_keeps_what_was_predicted(world: World, transport: str
 WIRE = fullshard.WirePolicy(gather="int8", reduce="int4", min_numel=1000)
 
 
+@ranks(2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("parameters", [True, False])
+def test_offload_to_a_disk_sends_and_keeps_what_was_predicted(
+    world: World, transport: str, parameters: bool, tmp_path: Path
+) -> None:
+    policy = fullshard.DiskOffloadPolicy(tmp_path, parameters=parameters)
+    check(sharded("fully_shard", transport, offload_policy=policy), world)
+
+
 def kept_feedback(model: nn.Module) -> int:
     """The bytes that the groups of a model keep of what encodings lost."""
     groups = [group for unit in units_in(model) for group in unit.groups]

@@ -8,6 +8,7 @@ from torch import nn
 
 import fullshard
 from fullshard.report.explain import Explanation, explain
+from fullshard.report.offloaded_facts import OffloadedFacts
 from fullshard.report.replay import ExchangeTotal, Phase
 from fullshard.report.tables import (
     estimate_text,
@@ -68,7 +69,9 @@ def test_a_row_says_what_becomes_of_a_group_after_forward() -> None:
 def test_groups_of_the_same_settings_share_a_paragraph() -> None:
     groups = [group for group in explained().groups if group.elements]
     assert settings_text(groups).startswith("All groups: even over 4 ranks; stored float32, computed float32")
-    two = [*groups[:-1], replace(groups[-1], offload="parameters", replicas=2)]
+    last = groups[-1]
+    offloaded = OffloadedFacts("parameters", " on the CPU", last.shard, last.reduced, last.trained)
+    two = [*groups[:-1], replace(last, offloaded=offloaded, replicas=2)]
     text = " ".join(settings_text(two).split())
     assert text.startswith("0 .. 2 (x3): even over 4 ranks; ")
     assert "3: even over 4 ranks x 2 replicas; " in text

@@ -54,6 +54,8 @@ class Work:
 
     #: For how many seconds this process has waited for its disks.
     waited_seconds: ClassVar = 0.0
+    #: Called after each wait, with its begin and its end in nanoseconds of ``time.monotonic_ns()``.
+    on_wait: ClassVar[Callable[[int, int], object]] = staticmethod(lambda begin, end: None)
 
     def __init__(self, blocks: Sequence[Future[None]] = ()) -> None:
         self.blocks = blocks
@@ -68,9 +70,11 @@ class Work:
     def settle(self) -> None:
         """Wait until none is under way, whether it failed or not."""
         if any(not block.done() for block in self.blocks):
-            began = time.perf_counter()
+            begin = time.monotonic_ns()
             wait(self.blocks)
-            Work.waited_seconds += time.perf_counter() - began
+            end = time.monotonic_ns()
+            Work.waited_seconds += (end - begin) / 1e9
+            Work.on_wait(begin, end)
 
 
 class DiskFile:
@@ -104,6 +108,12 @@ class DiskFile:
     def opened() -> list[DiskFile]:
         """The files of this process."""
         return list(_files.values())
+
+    @staticmethod
+    def moved_by_all() -> tuple[int, int]:
+        """The bytes that this process has read from its files, and written to them."""
+        files = DiskFile.opened()
+        return sum(file.moved["read"] for file in files), sum(file.moved["write"] for file in files)
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC

@@ -28,6 +28,7 @@ from fullshard.comm.process_group import backend_name, gather_objects
 from fullshard.comm.select import choose_transport
 from fullshard.comm.waits import waiting
 from fullshard.device import compute_device, is_host
+from fullshard.disk.file import DiskFile
 from fullshard.report.text import bytes_text, percent, seconds_text, table
 
 Result = Literal["error", "warning", "not checked", "ok"]
@@ -45,6 +46,8 @@ _OURS = ("FULLSHARD_DOCTOR", "FULLSHARD_DOCTOR_STEPS")
 #: A warning is due below these bytes of ``/dev/shm``, below this number of open files, and above these seconds between
 #: clocks.
 _SHARED, _FILES, _CLOCKS = 1 << 28, 4096, 2.0
+#: Types of file systems that are in memory.
+_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 #: A warning is due if a rank waits for a core for more than this part of the time in which it could run.
 _CROWDED = 0.2
 #: Rounds in which pairs of ranks are measured: enough for all pairs of 8 ranks.
@@ -94,6 +97,8 @@ class Facts:
     threads: int = field(default_factory=torch.get_num_threads)
     files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     shared: int = field(default_factory=lambda: _free_shared_memory())
+    #: Each directory to which values are offloaded: its name, the bytes of its file, those free, and its file system.
+    disks: list[tuple[str, int, int, str]] = field(default_factory=lambda: _disks_in_use())
     clock: float = field(default_factory=time.time)
     environment: dict[str, str] = field(
         default_factory=lambda: {k: v for k, v in sorted(os.environ.items()) if k.startswith(_SHOWN) and k not in _OURS}
@@ -117,6 +122,24 @@ def _crowded() -> float:
 
 def _free_shared_memory() -> int:
     return shutil.disk_usage("/dev/shm").free if os.path.exists("/dev/shm") else -1
+
+
+def _disks_in_use() -> list[tuple[str, int, int, str]]:
+    found = []
+    for file in DiskFile.opened():
+        path = file.directory.absolute()
+        found.append((str(path), file.nbytes, shutil.disk_usage(path).free, _file_system(path)))
+    return found
+
+
+def _file_system(path: Path) -> str:
+    """The type of a directory's file system, such as ``ext4``; empty if it is not known."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    around = {str(each) for each in (path.resolve(), *path.resolve().parents)}
+    return max(((len(where), kind) for _, where, kind, *_ in mounts if where in around), default=(0, ""))[1]
 
 
 def check_environment(process_group: dist.ProcessGroup, device_type: str) -> list[Check]:
@@ -175,6 +198,19 @@ def _shared_memory(every: Sequence[Facts]) -> Iterator[Check]:
     advice = "Workers of a DataLoader and NCCL need it (fullshard does not). "
     advice += "Make it larger: docker run --shm-size=8g, or --ipc=host."
     yield judged("shared memory", least.shared >= _SHARED, text, advice)
+
+
+def _disks(every: Sequence[Facts]) -> Iterator[Check]:
+    for fact in every:
+        for directory, nbytes, free, kind in fact.disks:
+            text = f"Rank {fact.rank} keeps {bytes_text(nbytes)} of offloaded values in {directory} of {fact.host} "
+            text += f"({kind or 'unknown file system'}), where {bytes_text(free)} are free."
+            if kind in _IN_MEMORY:
+                advice = "This file system is in memory, so nothing is saved. Use a directory on a disk."
+                yield Check("disk offload", "warning", text, advice)
+            else:
+                advice = "Gradients and new optimizer state need as much again, or more: free some space."
+                yield judged("disk offload", free >= nbytes, text, advice)
 
 
 def _threads(every: Sequence[Facts]) -> Iterator[Check]:
@@ -257,6 +293,7 @@ _CHECKS: tuple[Callable[[Sequence[Facts]], Iterator[Check]], ...] = (
     _threads,
     _other_programs,
     _shared_memory,
+    _disks,
     _open_files,
     _clocks,
     _settings,

@@ -25,7 +25,7 @@ from fullshard.report import tables
 from fullshard.report.activations import Activations, Loss, trace_step
 from fullshard.report.advice import Advice, advise
 from fullshard.report.estimate import Algorithm, Estimate, Hardware, estimate_step
-from fullshard.report.facts import ON_CPU, GroupFacts, ModelFacts, facts_of
+from fullshard.report.facts import GroupFacts, ModelFacts, facts_of
 from fullshard.report.fit import Fit, fit_into, memory_of
 from fullshard.report.replay import ExchangeTotal, Phase, Replay
 from fullshard.report.text import bytes_of, wrapped
@@ -84,8 +84,8 @@ class Explanation:
         """
         shards, trained = Counter[str](), Counter[str]()
         for group in self.groups:
-            shards["shards" + group.offloaded] += group.shard
-            trained["optimizer state" + ON_CPU * bool(group.offload)] += group.trained
+            shards.update(group.offloaded.split("shards", group.shard, group.offloaded.shard))
+            trained.update(group.offloaded.split("optimizer state", group.trained, group.offloaded.trained))
         state = {kind: round(self.optimizer_bytes * elements) for kind, elements in trained.items()}
         lost = sum(group.feedback for group in self.groups)
         kinds = {**shards, **state, "what encodings lost": lost, "outside of groups": self.facts.outside}

@@ -26,13 +26,11 @@ from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.group.strategy import Placement
+from fullshard.report.offloaded_facts import OffloadedFacts, offloaded_facts
 from fullshard.report.text import dtype_name, wire_text
 from fullshard.schedule.unit import Unit, unit_of, units_in
 from fullshard.strangers import known_to, strangers_in
 from fullshard.wrap import repeated_blocks
-
-#: How kinds of memory end that are offloaded to the CPU.
-ON_CPU = " on the CPU"
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class GroupFacts:
         shares: whether the ranks of a host share the memory of its full buffer. Then a gather copies nothing.
         is_full: whether its shard is its full buffer: no rank has a part of it alone, and nothing is cast.
         reshards: whether it is resharded after forward.
-        offload: what is stored on the CPU: ``""``, ``"parameters"`` or ``"optimizer state"``.
+        offloaded: what of it is offloaded, and where to.
         gradient: its gradient buffer, whole, in the reduce dtype.
         largest_gradient: the largest gradient of a single parameter, as autograd makes it.
         zero_copy_gradients: gradients that are reduced from the memory where autograd made them, not from the buffer.
@@ -159,7 +157,7 @@ class GroupFacts:
     shares: bool
     is_full: bool
     reshards: bool
-    offload: str
+    offloaded: OffloadedFacts
     gradient: int
     largest_gradient: int
     zero_copy_gradients: int
@@ -188,11 +186,6 @@ class GroupFacts:
     @property
     def title(self) -> str:
         return self.name or "(root)"
-
-    @property
-    def offloaded(self) -> str:
-        """How the kinds of memory end that its shard and gradients are: on the CPU if parameters are offloaded."""
-        return ON_CPU if self.offload == "parameters" else ""
 
     @property
     def summed(self) -> int:
@@ -343,6 +336,7 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
     over, outer_wires = data.replicate_group if cuts_twice else None, [group.wire(d, True) for d in DIRECTIONS]
     kept_gradients = [each.inside(data.shard_rank, data.replicate_size) if cuts_twice else each for each in gradients]
     reads = group.adds_whole and group.reduce_transport.compares_reductions  # in shared memory
+    stages = (memory.needs_staging or group.offloaded.reads_parameters) and not shares
     made = (math.prod(p.shape) * group.compute_dtype(p).itemsize for p in group.params if p.sharded.requires_grad)
     return GroupFacts(
         name=", ".join(names.get(id(module), "?") for module in unit.modules),
@@ -368,13 +362,13 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
         shares=shares,
         is_full=memory.is_full,
         reshards=group.options.strategy.after_forward is not Placement.REPLICATED and not keeps and not is_whole,
-        offload="parameters" if group.offloaded.parameters else "optimizer state" if group.offloaded.state else "",
+        offloaded=offloaded_facts(group, group.own_sections, kept_gradients),
         gradient=full_bytes(gradients, travelling),
         largest_gradient=max(made, default=0),
         zero_copy_gradients=sum(zero_copy),
         reduced=sum(section.plan.shard_numel * section.dtype.itemsize for section in kept_gradients),
         trained=sum(section.plan.shard_numel for section in kept_gradients),
-        staged=shard_bytes(group.own_sections, computed) if memory.needs_staging and not shares else 0,
+        staged=shard_bytes(group.own_sections, computed) if stages else 0,
         rested=shard_bytes(small, computed) if small else 0,
         gather=ExchangeFacts(gather.sent + peers, gather.staging),
         rest_gather=_exchange(private.gather_route, smaller.shard_group if smaller else None, None, small, computed),

@@ -15,7 +15,9 @@ from typing import Literal, NamedTuple
 from fullshard.report.rank_trace import RankTrace, Span, Work, own_work, shares
 from fullshard.report.text import percent, seconds_text
 
-Kind = Literal["slow rank", "late gathers", "late reductions", "copies", "outside", "optimizer", "prefetch", "balance"]
+Kind = Literal[
+    "slow rank", "late gathers", "late reductions", "copies", "outside", "optimizer", "prefetch", "balance", "disk"
+]
 
 #: A share of a step below which a finding is not reported.
 _WORTH_SAYING = 0.03
@@ -213,6 +215,11 @@ def _parts(ranks: Sequence[RankTrace], step: float) -> list[Finding]:
         text = f"The optimizer takes {_time(stepping)} of a step of {_time(step)}."
         advice = "Let it update many parameters at once (foreach=True or fused=True), or use more micro-batches."
         found.append(Finding("optimizer", text, advice, stepping / step))
+    rank, most = max(each, key=lambda pair: pair[1].disk)
+    if most.disk > 0.05 * step:
+        text = f"Rank {rank} waits {_time(most.disk)} of a step of {_time(step)} for its disk."
+        advice = "Offload a smaller share (DiskOffloadPolicy), compute more in each step, or use a faster disk."
+        found.append(Finding("disk", text, advice, most.disk / step, rank))
     copying = mean(share.copying for _, share in each)
     if copying > 0.1 * step:
         text = f"The host copies and adds communicated bytes for {_time(copying)} of a step of {_time(step)}."

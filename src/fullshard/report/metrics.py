@@ -22,6 +22,7 @@ import torch.nn as nn
 from fullshard.buffer.sections import full_bytes
 from fullshard.comm.waits import Wait
 from fullshard.device import Mark
+from fullshard.disk.file import DiskFile
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.step import Action
@@ -42,6 +43,8 @@ def log_metrics(model: nn.Module, to: str | os.PathLike[str] | ScalarWriter, *, 
     - ``seconds``: the time of the step, from the end of the step before.
     - ``waited_seconds``: how much of that time this rank waited for other ranks and for the bytes that they send.
     - ``received_bytes``: bytes received from other ranks.
+    - ``disk_waited_seconds``, ``disk_read_bytes``, ``disk_written_bytes``: how long this rank waited for its disk, and
+      what it read and wrote there. Only with a :class:`~fullshard.DiskOffloadPolicy`.
     - ``memory_bytes``, ``peak_memory_bytes``: the memory after the step, and the largest so far. On the CPU it is the
       resident memory of the process; on an accelerator, what torch has allocated there.
     - ``save_seconds``, ``save_bytes``, ``save_bytes_per_second``, ``save_blocked_seconds``: only if a save of the
@@ -106,6 +109,7 @@ class _Step:
         self.begin, self.end = begin, begin
         self.waits: list[tuple[Point, Point]] = []
         self.received = 0
+        self.disk_waited = 0  # nanoseconds
         self.number = 0
         self.figures: dict[str, float] = {}  # what is known at its end
 
@@ -139,6 +143,8 @@ class Metrics(StepObserver):
             self._gathered[id(group)] = from_others(group.full.buffer.nbytes, ranks)
         if self.clock.streams is not None:
             self.observe_lanes(self._run)
+        self._moved = DiskFile.moved_by_all()  # up to the last step
+        self._uses_disk = any(group.offloaded.disk is not None for group in schedule.groups())
         self.observe_steps()
 
     def stop(self) -> None:
@@ -163,6 +169,14 @@ class Metrics(StepObserver):
         """Adds a save that has ended to the current step. Any thread may call it."""
         self._saves.append((seconds, nbytes, blocked))
 
+    def _figures_of_disk(self, step: _Step) -> dict[str, float]:
+        if not self._uses_disk:
+            return {}
+        before, self._moved = self._moved, DiskFile.moved_by_all()
+        read, written = (now - then for now, then in zip(self._moved, before, strict=True))
+        seconds = step.disk_waited / 1e9
+        return {"disk_waited_seconds": seconds, "disk_read_bytes": read, "disk_written_bytes": written}
+
     def _figures_of_saves(self) -> dict[str, float]:
         saves = [self._saves.popleft() for _ in range(len(self._saves))]
         if not saves:
@@ -184,6 +198,9 @@ class Metrics(StepObserver):
     def waited(self, wait: Wait | None, begin: Point, end: Point) -> None:
         self._now.waits.append((begin, end))
 
+    def waited_for_disk(self, begin: int, end: int) -> None:
+        self._now.disk_waited += end - begin
+
     def _run(self, lane: str, run: Callable[..., Mark], *arguments: Any) -> Mark:
         return TimedMark(run(*arguments), self, partial(self.waited, None))
 
@@ -193,6 +210,7 @@ class Metrics(StepObserver):
         if step is not part:
             step.waits += part.waits
             step.received += part.received
+            step.disk_waited += part.disk_waited
         step.end, self._now = end, _Step(end)
 
     def end_step(self) -> None:
@@ -200,7 +218,7 @@ class Metrics(StepObserver):
         if step is not None:
             step.number, self.step = self.step, self.step + 1
             memory = {"memory_bytes": self.memory.now(), "peak_memory_bytes": self.memory.peak()}
-            step.figures = {**memory, **self._figures_of_saves()}
+            step.figures = {**memory, **self._figures_of_disk(step), **self._figures_of_saves()}
             self._ended.append(step)
             self._flush()
 

@@ -220,8 +220,8 @@ def draw_shares(some: Sequence[RankTrace]) -> Any:
     from plotly.graph_objects import Bar, Figure
 
     figure = Figure()
-    of = [shares(rank) for rank in some]
-    for part, look in palette.TIME.items():
+    of, parts = [shares(rank) for rank in some], _parts_of(some)
+    for part, look in ((part, palette.TIME[part]) for part in parts):
         widths = [getattr(each, part) / 1e6 for each in of]
         texts = [percent(getattr(each, part) / each.step) for each in of]
         figure.add_trace(
@@ -290,13 +290,18 @@ def _lanes(rank: RankTrace) -> str:
     return words
 
 
+def _parts_of(some: Sequence[RankTrace]) -> list[str]:
+    """The parts of a step that are shown."""
+    return [part for part in palette.TIME if part != "disk" or any(shares(rank).disk for rank in some)]
+
+
 def _shares_table(some: Sequence[RankTrace]) -> tuple[list[str], list[list[str]]]:
-    rows = []
+    rows, shown = [], _parts_of(some)
     for rank in some:
         of, peak = shares(rank), max((sizes for _, sizes in rank.memory), default=0)
-        parts = [percent(getattr(of, part) / of.step) for part in (*palette.TIME, "exposed")]
+        parts = [percent(getattr(of, part) / of.step) for part in (*shown, "exposed")]
         rows.append([_name(rank), seconds_text(of.step / 1e9), *parts, bytes_text(peak)])
-    return ["", "step", *palette.TIME, "exposed", "most memory"], rows
+    return ["", "step", *shown, "exposed", "most memory"], rows
 
 
 def _groups_table(ranks: Sequence[RankTrace], waits: Sequence[Waited]) -> tuple[list[str], list[list[str]]]:

@@ -41,6 +41,7 @@ LANES = {
     "all-reduce": Look(YELLOW, "\\"),
     "host": Look(PURPLE, "-"),
     "wait": Look(VERMILION, "x"),
+    "disk": Look(BLUE, "+"),
 }
 #: The parts of a step.
 TIME = {
@@ -49,6 +50,7 @@ TIME = {
     "copying": Look(PURPLE, "-"),
     "waiting": Look(VERMILION, "x"),
     "outside": Look(WHITE),
+    "disk": Look(BLUE, "+"),
 }
 #: The parts of a rank's memory.
 MEMORY = {

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 
 from fullshard.report.activations import Activations, Moment, Pass
 from fullshard.report.estimate import Hardware, estimate_step
-from fullshard.report.facts import ON_CPU, ModelFacts
+from fullshard.report.facts import ModelFacts
+from fullshard.report.offloaded_facts import ON_CPU, ON_DISK
 from fullshard.report.replay import Replay
 from fullshard.report.text import bytes_text
 
@@ -71,13 +72,13 @@ def need_of(
 ) -> Need:
     """What a step of these facts needs. The positions of groups in ``activations`` are those in the facts."""
     replay, groups = Replay(facts), facts.groups
-    kept = sum(count * size for kind, count, size in replay.kept if not kind.endswith(ON_CPU))
+    kept = sum(count * size for kind, count, size in replay.kept if not kind.endswith((ON_CPU, ON_DISK)))
     freed = [group.whole for group in groups if group.reshards and not group.shares]
     late = [at for at in set(activations.late) if groups[at].reshards and not groups[at].shares]
     kept += max(freed, default=0) * len(late)
-    shards = sum(group.shard for group in groups if not group.offloaded)
-    gradients = sum(group.reduced for group in groups if not group.offloaded)
-    trained = sum(group.trained for group in groups if not group.offload)
+    shards = sum(group.shard - group.offloaded.shard for group in groups)
+    gradients = sum(group.reduced - group.offloaded.reduced for group in groups)
+    trained = sum(group.trained - group.offloaded.trained for group in groups)
     state = round(optimizer_bytes * trained)
     rest = shards + state + facts.outside + batch + kept + _UNCOUNTED
     passes, widest = Counter[str](), Counter[tuple[str, int]]()
@@ -92,13 +93,15 @@ def need_of(
         name = f"{during} of {groups[at].title if at >= 0 else ROOT}"
         if rest + beside + nbytes > peaks[name]:
             peaks[name], alive[name] = rest + beside + nbytes, nbytes
-    chunks = [param.chunk * param.is_trainable for group in groups for param in group.parameters if not group.offload]
+    inside = [group for group in groups if not group.offloaded.what]
+    chunks = [param.chunk * param.is_trainable for group in inside for param in group.parameters]
     updated = 2 * max(chunks, default=0) if groups[0].is_host else trained  # foreach updates all at once
     peaks["optimizer step"] = rest + gradients + (_ELEMENT * updated if optimizer_bytes > _ELEMENT else 0)
     peaks = Counter({name: round((1 + _SHARE) * nbytes) for name, nbytes in peaks.items()})
-    moved = sum(2 * (group.shard + group.reduced) for group in groups if group.offloaded)
-    moved += 2 * round(optimizer_bytes * sum(group.trained for group in groups if group.offload == "optimizer state"))
-    on_cpu = (optimizer_bytes + 12) * sum(group.trained for group in groups if group.offloaded)
+    moved = sum(2 * (group.offloaded.shard + group.offloaded.reduced) for group in groups)
+    apart = sum(group.offloaded.trained for group in groups if group.offloaded.what == "optimizer state")
+    moved += 2 * round(optimizer_bytes * apart)
+    on_cpu = (optimizer_bytes + 12) * sum(group.offloaded.trained for group in groups if group.offloaded.shard)
     seconds = estimate_step(facts, replay, hardware, activations.flops).step + moved / TO_CPU + on_cpu / ON_CPU_UPDATED
     largest = max(peaks, key=lambda name: peaks[name])
     parts = {"shards": shards, "optimizer state": state, "buffers of parameters and gradients": kept}

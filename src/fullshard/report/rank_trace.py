@@ -11,6 +11,7 @@ All times are in nanoseconds of the clock of rank 0's host. One rank, one step::
     reduce                                        |  c  |  b |   a  |
     host          |+|      |+|                   |+|                                    starts and completes exchanges
     wait                   |-|                                   |--|                   for another rank, or its bytes
+    disk        |-|                                                      |--|           waits for a disk
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-Lane = Literal["pass", "computation", "gather", "reduce", "all-reduce", "host", "wait"]
+Lane = Literal["pass", "computation", "gather", "reduce", "all-reduce", "host", "wait", "disk"]
 #: All lanes, in the order in which they are drawn.
-LANES: tuple[Lane, ...] = ("pass", "computation", "gather", "reduce", "all-reduce", "host", "wait")
+LANES: tuple[Lane, ...] = ("pass", "computation", "gather", "reduce", "all-reduce", "host", "wait", "disk")
 
 #: Grows when older files cannot be read any more.
 _VERSION = 1
@@ -32,7 +33,7 @@ class Span(NamedTuple):
 
     Args:
         lane: its kind: a pass of a step, the computation of a unit, a communication, the host's work for a
-            communication, or a wait.
+            communication, a wait for other ranks, or a wait for a disk.
         what: for passes and computation ``forward``, ``backward``, ``recomputation`` or ``optimizer``. For a
             communication, and for a wait for one, the lane of the communication. For any other wait a description of
             what is waited for.
@@ -141,6 +142,7 @@ class Shares:
         waiting: waits for other ranks and for the bytes that they send.
         optimizer: steps of optimizers.
         outside: the time between passes and optimizer steps: data, losses, logs.
+        disk: waits for values that are read from a disk or written to it.
     """
 
     step: float
@@ -149,6 +151,7 @@ class Shares:
     waiting: float
     optimizer: float
     outside: float
+    disk: float = 0.0
 
     @property
     def exposed(self) -> float:
@@ -158,7 +161,7 @@ class Shares:
 
 def shares(rank: RankTrace) -> Shares:
     """How a rank spent the steps that were recorded completely; all zero if there is none."""
-    sums = [0.0] * 6
+    sums = [0.0] * 7
     steps = rank.steps()
     for step, (begin, end) in steps.items():
         spans = [span for span in rank.spans if span.step == step and span.end > begin and span.start < end]
@@ -166,14 +169,15 @@ def shares(rank: RankTrace) -> Shares:
         host = _merged((span.start, span.end) for span in spans if span.lane == "host")
         passes = _merged((s.start, s.end) for s in spans if s.lane == "pass" and s.what != "optimizer")
         optimizer = _merged((s.start, s.end) for s in spans if s.lane == "pass" and s.what == "optimizer")
-        waiting = _total(waits)
-        stepping = _total(optimizer) - _total(_common(optimizer, waits))
-        copying = _total(host) - _total(_common(host, _merged([*waits, *optimizer])))  # it may step in a backward
-        busy = _merged([*waits, *host, *optimizer])
+        disk = _merged((span.start, span.end) for span in spans if span.lane == "disk")
+        idle, waiting = _merged([*waits, *disk]), _total(waits)
+        stepping = _total(optimizer) - _total(_common(optimizer, idle))
+        copying = _total(host) - _total(_common(host, _merged([*idle, *optimizer])))  # it may step in a backward
+        busy = _merged([*idle, *host, *optimizer])
         computing = _total(passes) - _total(_common(passes, busy))
         outside_passes = max(0, end - begin - computing - _total(busy))
-        for index, value in enumerate((end - begin, computing, copying, waiting, stepping, outside_passes)):
-            sums[index] += value
+        parts = end - begin, computing, copying, waiting, stepping, outside_passes, _total(disk)
+        sums = [total + part for total, part in zip(sums, parts, strict=True)]
     return Shares(*(total / max(1, len(steps)) for total in sums))
 
 

@@ -183,6 +183,9 @@ class Recorder(StepObserver):
             number = self.count(what, group)
         self.note(Span("wait", what, group, self.during, self.step, begin, end, number))
 
+    def waited_for_disk(self, begin: int, end: int) -> None:
+        self.note(Span("disk", "disk", "", self.during, self.step, begin, end, self.count("disk", "")))
+
     # Passes and steps
 
     def _observe_passes(self) -> None:

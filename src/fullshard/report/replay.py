@@ -20,7 +20,8 @@ from fullshard.buffer.slots import Lease, SlotBuffer, SlotPool, Staging
 from fullshard.device import META
 from fullshard.group.gradients import MOST_WAITING
 from fullshard.report.activations import Moment
-from fullshard.report.facts import ON_CPU, ModelFacts, UnitFacts
+from fullshard.report.facts import GroupFacts, ModelFacts, UnitFacts
+from fullshard.report.offloaded_facts import ON_CPU, ON_DISK
 from fullshard.schedule.order import Order
 
 Action = Literal[
@@ -30,6 +31,7 @@ Pass = Literal["forward", "backward"]
 #: The kinds of memory that come and go in a step. The other kinds stay for the next one.
 _PASSING = (
     "gradients",
+    "gradients on their way to a disk",
     "gradients as autograd made them",
     "post-forward shards",
     "the gradient that autograd makes",
@@ -70,19 +72,19 @@ class ExchangeTotal:
 
 @dataclass(frozen=True)
 class Phase:
-    """The memory of one rank at one time, and its parts."""
+    """The memory of one rank at one time, and its parts. Parts on a disk are listed, but are not memory."""
 
     name: str
     parts: tuple[Part, ...]
 
     @property
     def nbytes(self) -> int:
-        return _total(self.parts)
+        return _total(part for part in self.parts if not part[0].endswith(ON_DISK))
 
     @property
     def on_device(self) -> int:
-        """The bytes of the parts that are not offloaded to the CPU."""
-        return _total(part for part in self.parts if not part[0].endswith(ON_CPU))
+        """The bytes of the parts that are not offloaded."""
+        return _total(part for part in self.parts if not part[0].endswith((ON_CPU, ON_DISK)))
 
 
 def _total(parts: Iterable[Part]) -> int:
@@ -149,6 +151,7 @@ class Replay:
         self._reducing: list[int] = []
         self._summing: list[int] = []  # over replicas
         self._reduced = Counter[str]()  # bytes of reduced gradients, by kind
+        self._behind = 0  # bytes of those that may still be written to a disk
         self._children: defaultdict[int, list[int]] = defaultdict(list)
         for number, unit in enumerate(facts.units):
             self._children[unit.parent].append(number)
@@ -170,6 +173,7 @@ class Replay:
         for at in list(self._state):
             self._reshard(at)
         self._reduced.clear()  # after zero_grad()
+        self._behind = 0
         self.kept = self._parts()
 
     def exchanged(self) -> tuple[ExchangeTotal, ...]:
@@ -193,6 +197,7 @@ class Replay:
             "copies of shards": self._copies.sizes,
             "shards of replicas": [self._groups[at].replica_shard for at in self._replica_shards],
             "gradients of replicas": self._replica_gradients.sizes,
+            "gradients on their way to a disk": [self._behind],
             "messages": [piece.nbytes for piece in self._pieces.values()],
             "gradients as autograd made them": [self._groups[at].zero_copy_gradients for at in self._zero_copy],
             "post-forward shards": [self._groups[at].rested for at in self._post_forward],
@@ -242,12 +247,16 @@ class Replay:
             self._start_replica(at)
             self._return_staging("gather over replicas", at)
         elif group.staged and not from_post_forward:
-            self._copies[at].take()
+            self._stage(at)
         exchange = group.rest_gather if from_post_forward else group.gather
         self._lease_staging("gather", at, exchange.staging)
         if group.communicates:
             self._record("gather", at, exchange.sent, group.post_forward or 1 if from_post_forward else group.ranks)
         self._note_peak()
+
+    def _stage(self, at: int) -> None:
+        if not self._copies[at].in_use:  # what was read ahead from a disk
+            self._copies[at].take()
 
     def _start_replica(self, at: int) -> None:
         group = self._groups[at]
@@ -281,6 +290,16 @@ class Replay:
             if at not in self._state and not self._groups[at].shares:
                 self._gather(at)
 
+    def _start_early(self, following: Iterator[int]) -> None:
+        """The gather after those that are gathered ahead begins with what comes before it."""
+        for at in islice(following, self._facts.prefetch, self._facts.prefetch + 1):
+            group = self._groups[at]
+            if group.is_host and group.shards_replicas:
+                self._start_replica(at)
+            elif group.is_host and group.offloaded.shard and group.offloaded.place == ON_DISK and at not in self._state:
+                self._stage(at)
+                self._note_peak()
+
     def _accept_gradient(self, at: int) -> None:
         """Accept the first gradient of a group. Small gradients wait, and are copied into the buffer when the unit's
         backward ends."""
@@ -312,13 +331,19 @@ class Replay:
         if group.shards_replicas:
             self._replica_gradients[at].take()
         else:
-            self._reduced["gradients" + group.offloaded] += group.reduced
+            self._keep_reduced(group)
         self._lease_staging("reduce", at, group.reduction.staging)
         if group.ranks > 1 or group.reduction.read:
             self._record("reduce", at, group.reduction.sent, group.ranks)
         if group.all_reduce_sent:
             self._record("all-reduce", at, group.all_reduce_sent, group.replicas)
         self._note_peak()
+
+    def _keep_reduced(self, group: GroupFacts) -> None:
+        """A group has reduced gradients. Those that belong on a disk are in memory until they are written."""
+        self._reduced.update(group.offloaded.split("gradients", group.reduced, group.offloaded.reduced))
+        if group.offloaded.place == ON_DISK:
+            self._behind = min(self._behind, group.offloaded.behind) + group.offloaded.reduced
 
     def _wait_for_oldest_reductions(self, at_most: int, sums: int = 0) -> None:
         """Wait for the oldest reductions until no more than ``at_most`` are under way, and ``sums`` over replicas."""
@@ -329,7 +354,7 @@ class Replay:
             self._zero_copy.discard(at)
             self._return_staging("reduce", at)
             if (group := self._groups[at]).shards_replicas:
-                self._reduced["gradients" + group.offloaded] += group.reduced
+                self._keep_reduced(group)
                 self._lease_staging("reduce over replicas", at, group.replica_reduction.staging)
                 if group.replicas > 1:
                     self._record("reduce over replicas", at, group.replica_reduction.sent, group.replicas)
@@ -353,9 +378,7 @@ class Replay:
             self._users[at] += 1
         if unit.ahead:
             self._gather_ahead(self._order.next_in_forward())
-            for at in islice(self._order.next_in_forward(), self._facts.prefetch, self._facts.prefetch + 1):
-                if self._groups[at].is_host and self._groups[at].shards_replicas:
-                    self._start_replica(at)
+            self._start_early(self._order.next_in_forward())
         for inner in self._children[number]:
             self._forward(inner)
         for at in unit.groups:  # the unit's own work, such as a head, comes after the units inside it
@@ -381,6 +404,7 @@ class Replay:
             self._users[at] += 1
         if unit.ahead_in_backward == "before":
             self._gather_ahead(self._groups_before(unit))
+            self._start_early(self._groups_before(unit))
         for at in unit.groups:
             self._record("compute", at)
             self._accept_gradient(at)
@@ -394,6 +418,7 @@ class Replay:
                 self._reshard(at)
         if unit.ahead_in_backward == "after":
             self._gather_ahead(self._groups_before(unit))
+            self._start_early(self._groups_before(unit))
         self._run(around, unit.groups[0])
 
     def _groups_before(self, unit: UnitFacts) -> Iterator[int]:

@@ -86,7 +86,7 @@ def settings_text(groups: Sequence[GroupFacts]) -> str:
             f"'{each.transport}'{shared}: {each.why}"
         )
         text += f"; encoded: {each.wire}" if each.wire else ""
-        text += f"; {each.offload} on the CPU" if each.offload else ""
+        text += f"; {each.offloaded.text(each.shard, each.trained)}" if each.offloaded.what else ""
         extended = [param.name for param in each.parameters if param.extends]
         text += f"; {len(extended)} parameters gather in a form of their own" if extended else ""
         text += _evenness(each)

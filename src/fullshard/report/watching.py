@@ -1,7 +1,8 @@
 """The step observer, on which traces and metrics are built: clock, memory, lanes, waits and optimizer steps.
 
-It overrides methods of single objects, and removes the overrides when it stops. Classes do not change. The one
-exception is the class of :data:`WAITS`: code that waits assigns an attribute there and calls no method.
+It overrides methods of single objects, and removes the overrides when it stops. Classes do not change. The
+exceptions are the class of :data:`WAITS`, because code that waits assigns an attribute there and calls no method, and
+the function that is called after a wait for a disk.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fullshard.comm.shm import ShmTransport
 from fullshard.comm.waits import WAITS, Wait, Waits
 from fullshard.device import Mark, Streams, is_host, streams_of
+from fullshard.disk.file import Work
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.step import Action
 from fullshard.schedule.schedule import Schedule
@@ -171,6 +173,7 @@ class StepObserver:
         schedule.log.listeners.append(self.logged)
         _follow_steps()
         _observers.append(weakref.ref(self, _observers.remove))
+        Work.on_wait = _waited_for_disk
         if self.clock.streams is None:
             self._observe_waits()
 
@@ -184,6 +187,7 @@ class StepObserver:
         _observers[:] = [each for each in _observers if each() is not self]
         if not _observers:
             WAITS.__class__ = Waits
+            Work.on_wait = _ignored
 
     def logged(self, action: Action, group: ParamGroup, moves: bool) -> None:
         """Something happens to a group, see :class:`~fullshard.schedule.step_log.StepLog`."""
@@ -191,6 +195,9 @@ class StepObserver:
     def waited(self, wait: Wait, begin: int, end: int) -> None:
         """Called after each wait of the host, also after short waits of ranks that share memory. Times are in
         nanoseconds."""
+
+    def waited_for_disk(self, begin: int, end: int) -> None:
+        """Called after each wait for values that are read from a disk or written to it. Times are in nanoseconds."""
 
     def before_step(self) -> None:
         """Called before the step of an optimizer that has parameters of the schedule."""
@@ -285,6 +292,13 @@ class TimedMark:
 
 #: The observers that run.
 _observers: list[weakref.ref[StepObserver]] = []
+_ignored = Work.on_wait
+
+
+def _waited_for_disk(begin: int, end: int) -> None:
+    for observer in [reference() for reference in _observers]:
+        if observer is not None:
+            observer.waited_for_disk(begin, end)
 
 
 @cache
