@@ -1,6 +1,7 @@
 """Training what does not fit into memory: a model whose state is on a disk, in processes that may use a third of it.
 
     python -m benchmarks.disk                       # 184 M parameters: 2.1 GiB with AdamW's state, in 0.7 GiB
+    python -m benchmarks.disk --in-backward         # optimizers step in backward: gradients need no disk
     python -m benchmarks.disk --width 256 --blocks 8 --memory 400MiB --tokens 32   # to see that it runs
 
 The same training runs in memory and from the disk, and must give the same bits. The seconds of a step are compared with
@@ -69,23 +70,22 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     dist.init_process_group("gloo")
     policy = DiskOffloadPolicy(args.directory, direct=not args.cached) if args.directory else OffloadPolicy()
     model = _Model(args.width, args.blocks, policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = _step_in_backward(model) if args.in_backward else _step_after(model)
     losses, seconds, moved, waited = [], [], [0, 0], 0.0
-    for step in range(_WARM_UP + args.steps):
-        torch.manual_seed(1000 + step + dist.get_rank())
+    for number in range(_WARM_UP + args.steps):
+        torch.manual_seed(1000 + number + dist.get_rank())
         batch = torch.randn(args.tokens, args.width)
-        before = DiskFile.moved_by_all(), Work.waited_seconds
+        before = DiskFile.moved(), Work.waited_seconds
         dist.barrier()
         began = time.perf_counter()
         loss = (model(batch) - batch.roll(1, 0)).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step()
         dist.barrier()
         losses.append(loss.item())
-        if step >= _WARM_UP:
+        if number >= _WARM_UP:
             seconds.append(time.perf_counter() - began)
-            moved = [after - earlier for after, earlier in zip(DiskFile.moved_by_all(), before[0], strict=True)]
+            moved = [after - earlier for after, earlier in zip(DiskFile.moved(), before[0], strict=True)]
             waited = Work.waited_seconds - before[1]
     found = hashlib.sha256(str(losses).encode())
     for param in model.parameters():
@@ -93,6 +93,29 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     dist.destroy_process_group()
     return {"seconds": median(seconds), "moved": moved, "waited": waited, "hash": found.hexdigest(), "peak": peak}
+
+
+def _step_after(model: nn.Module) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _step_in_backward(model: nn.Module) -> Callable[[], None]:
+    """Each parameter has an optimizer, which steps as soon as the gradient is there."""
+    for param in model.parameters():
+        own = torch.optim.AdamW([param], lr=1e-3)
+
+        def step(_: torch.Tensor, optimizer: torch.optim.Optimizer = own) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        param.register_post_accumulate_grad_hook(step)
+    return lambda: None
 
 
 def _disk_seconds(directory: str, read: int, written: int, direct: bool) -> float:
@@ -148,7 +171,8 @@ def _run(args: argparse.Namespace, directory: str, memory: int | None) -> tuple[
         port = free.getsockname()[1]
     options = {"width": args.width, "blocks": args.blocks, "tokens": args.tokens, "steps": args.steps}
     command = [sys.executable, "-m", "benchmarks.disk", "--train", f"--directory={directory}"]
-    command += [f"--{name}={value}" for name, value in options.items()] + ["--cached"] * args.cached
+    command += [f"--{name}={value}" for name, value in options.items()]
+    command += ["--cached"] * args.cached + ["--in-backward"] * args.in_backward
     how, processes = "nothing", []
     with ExitStack() as stack:
         for rank in range(args.ranks):
@@ -172,6 +196,7 @@ def main() -> None:
     parser.add_argument("--memory", default="700MiB", help="of each process")
     parser.add_argument("--directory", default="", help="where the file is; a temporary one")
     parser.add_argument("--cached", action="store_true", help="through the page cache")
+    parser.add_argument("--in-backward", action="store_true", help="an optimizer for each parameter steps in backward")
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:

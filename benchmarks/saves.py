@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 import fullshard
 from benchmarks.ranks import run_ranks
 from fullshard import checkpoint
-from fullshard.checkpoint.blocks import BLOCK, bytes_of
+from fullshard.checkpoint.blocks import BLOCK
+from fullshard.disk.file import bytes_of
 from fullshard.group.parameter import local_tensor
 
 _FIGURES = ("save wall", "save cpu", "load wall", "load cpu")

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 
 from benchmarks.saves import _Weights
 from fullshard import checkpoint
-from fullshard.checkpoint.blocks import bytes_of
 from fullshard.checkpoint.storage import located
+from fullshard.disk.file import bytes_of
 
 _PART, _AT_A_TIME = 32 << 20, 8
 

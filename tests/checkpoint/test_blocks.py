@@ -14,7 +14,6 @@ from fullshard.checkpoint.blocks import (
     BlockWriter,
     CheckpointError,
     CorruptCheckpointError,
-    bytes_of,
     checksum,
     make_directory,
     open_regular,
@@ -22,6 +21,7 @@ from fullshard.checkpoint.blocks import (
     read_regular,
     without_collections,
 )
+from fullshard.disk.file import bytes_of
 
 
 def written(path: Path, data: bytes, step: int = 100_000) -> list[str]:

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 
-from fullshard.checkpoint.blocks import CorruptCheckpointError, bytes_of
+from fullshard.checkpoint.blocks import CorruptCheckpointError
 from fullshard.checkpoint.dcp import ALIGNMENT, around, loaded, loaded_tensor, read_metadata, saved, write_metadata
 from fullshard.checkpoint.manifest import Entry, Manifest, Piece, Stored, Tensors
+from fullshard.disk.file import bytes_of
 from tests.checkpoint.test_plain import Harm
 
 

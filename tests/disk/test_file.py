@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 
 from fullshard import DiskError
 from fullshard.disk import file as disk_file
-from fullshard.disk.file import BLOCK, DiskFile, Region, file_in
+from fullshard.disk.file import BLOCK, DiskFile, Region, Staging, Work, file_in
 
 WAYS = pytest.mark.parametrize("direct", [True, False])
 
@@ -161,3 +163,57 @@ def test_no_fault_of_the_disk_is_silent(tmp_path: Path, monkeypatch: pytest.Monk
         return
     with pytest.raises(DiskError, match=rf"parameter 'layer\.weight' in .*{tmp_path}.*from the last checkpoint"):
         region.read(after).wait()
+
+
+@WAYS
+@pytest.mark.parametrize("numel", [BLOCK // 4, BLOCK // 2 + 1024, BLOCK // 4 + 5])
+def test_memory_of_the_staging_is_read_and_written_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, numel: int
+) -> None:
+    file = DiskFile(tmp_path, direct)
+    region = file.allocate(numel, torch.float32, "a tensor")
+    copies, bounce = list[int](), file.bounce
+    monkeypatch.setattr(file, "bounce", lambda: copies.append(1) or bounce())
+    values, found = file.staging.take(numel, torch.float32), file.staging.take(numel, torch.float32)
+    region.write(values.normal_()).wait()
+    region.read(found).wait()
+    assert torch.equal(found, values)
+    is_odd = file.direct and numel % 1024 != 0  # the end of the file's last block is not a multiple of 4 KiB
+    assert len(copies) == 2 * is_odd
+
+
+def test_staging_is_used_again_once_its_work_is_done_and_only_so_much_is_kept() -> None:
+    staging, under_way = Staging(1 << 16), Future[None]()
+    first = staging.take(1 << 12, torch.float32)
+    staging.give_back([first], Work([under_way]))
+    other = staging.take(1 << 12, torch.float32)
+    assert other.data_ptr() != first.data_ptr()
+    under_way.set_result(None)
+    assert staging.take(1 << 13, torch.bfloat16).data_ptr() == first.data_ptr(), "of the same bytes"
+    for numel in range(1, 100):  # of many sizes
+        staging.give_back([staging.take(1 << 12, torch.float32), staging.take(numel, torch.float32)], Work())
+    assert staging._nbytes <= 3 << 15
+
+
+def test_reads_do_not_wait_for_writes_of_other_regions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, go = DiskFile(tmp_path), threading.Event()
+    region, values = written(file)
+    other = file.allocate(BLOCK, torch.float32, "a tensor")
+    write = os.pwritev
+
+    def late(*given: Any) -> int:
+        assert go.wait(60)
+        return write(*given)
+
+    monkeypatch.setattr("fullshard.disk.file.os.pwritev", late)
+    works = [other.write(torch.ones(BLOCK)), region.write(-values)]
+    found = torch.empty_like(values)
+    with pytest.raises(TimeoutError):
+        region.read(found[: region.step]).blocks[0].result(timeout=0.2)  # of the same region
+    third = file.allocate(5, torch.float32, "zeros")
+    third.read(torch.ones(5)).wait()
+    go.set()
+    for work in works:
+        work.wait()
+    region.read(found).wait()
+    assert torch.equal(found, -values)

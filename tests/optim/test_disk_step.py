@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import DiskError, DiskOffloadPolicy, OffloadPolicy, checkpoint, fully_shard
+from fullshard.disk.file import DiskFile
 from fullshard.disk.tensor import DiskTensor
 from fullshard.optim import disk_step, local_step
 from tests.harness import World, ranks
@@ -148,3 +150,95 @@ def test_a_disk_that_fails_in_a_step_names_the_parameter(world: World) -> None:
             patch.setattr("fullshard.disk.file.os.preadv", fail)
             with pytest.raises(DiskError, match=r"could not read .*'[\d.]+weight' in .*: Input/output error"):
                 train(model, optimizer, world, range(1))
+
+
+def train_in_backward(model: Any, world: World, change: bool) -> list[Tensor]:
+    """Train with an optimizer for each parameter, which steps as soon as the gradient is there. Returns this rank's
+    part of each parameter and state at the end. With ``change``, parameters and state change between steps."""
+    optimizers = {param: torch.optim.AdamW([param], lr=0.01) for param in model.parameters()}
+    for param, optimizer in optimizers.items():
+
+        def step(param: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            grad = param.grad.to_local()  # type: ignore[union-attr]
+            assert not isinstance(grad, DiskTensor), "a gradient that is used at once needs no disk"
+            optimizer.step()
+            optimizer.zero_grad()
+
+        param.register_post_accumulate_grad_hook(step)
+    for number in range(STEPS):
+        torch.manual_seed(number)
+        model(torch.randn(world.size, 4, 96)[world.rank]).square().mean().backward()
+        assert all(param.grad is None for param in model.parameters())
+        if change and number == 1:
+            with torch.no_grad():
+                for param, optimizer in optimizers.items():
+                    param.mul_(0.5)
+                    optimizer.state[param]["exp_avg"].mul_(0.5)
+                    optimizer.load_state_dict(optimizer.state_dict())
+    return [each for param, optimizer in optimizers.items() for each in values(nn.ParameterList([param]), optimizer)]
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("change", [False, True])
+@pytest.mark.parametrize("shares", ["all", "half", "state", "cached, little staging"])
+def test_optimizers_that_step_in_backward_read_ahead_what_is_there_then(
+    world: World, shares: str, change: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as directory:
+        patch.setattr(disk_step, "BLOCK", 1 << 14)
+        patch.setattr("fullshard.disk.file.BLOCK", 1 << 14)
+        used, take = list[bool](), disk_step._Ahead.take
+        patch.setattr(disk_step._Ahead, "take", lambda *given: used.append(bool(found := take(*given))) or found)
+        found = [
+            train_in_backward(build(policy), world, change)
+            for policy in (OffloadPolicy(), DiskOffloadPolicy(directory, **SHARES[shares]))
+        ]
+        assert all(map(torch.equal, *found))
+        assert sum(used) > len(used) // 2, "what is read ahead is used"
+        assert all(used[len(used) * 3 // 4 :])
+
+
+@ranks(1)
+def test_a_gradient_that_no_hook_has_used_goes_to_the_disk(world: World) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        found = []
+        for policy in (OffloadPolicy(), DiskOffloadPolicy(directory)):
+            model = build(policy)
+            seen: list[Tensor] = []
+
+            def see(param: Any, seen: list[Tensor] = seen) -> None:
+                seen.append(param.grad.to_local().clone())
+
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(see)
+            for _ in range(2):
+                model(torch.ones(1, 96)).square().mean().backward()
+            grads = [param.grad.to_local() for param in model.parameters()]
+            found.append([*seen, *(grad.clone() for grad in grads)])
+        on_disk = [isinstance(grad, DiskTensor) for grad in grads]
+        assert on_disk == [param.numel() > 20000 for param in model.parameters()]
+        assert all(map(torch.equal, *found))
+
+
+@ranks(1)
+def test_a_step_uses_memory_again_and_no_more_than_it_may(world: World) -> None:
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk_step, "BLOCK", 1 << 14)
+        patch.setattr("fullshard.disk.file.BLOCK", 1 << 14)
+        policy = DiskOffloadPolicy(directory, staging_bytes=1 << 19)
+        model = build(policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        train(model, optimizer, world, range(2))
+        (file,) = (each for each in DiskFile.opened() if each.directory == Path(directory))
+        taken, take = list[tuple[int, int]](), file.staging.take
+
+        def note(*given: Any) -> Tensor:
+            memory = take(*given)
+            taken.append((memory.data_ptr(), memory.nbytes))
+            return memory
+
+        patch.setattr(file.staging, "take", note)
+        train(model, optimizer, world, range(2, 4))
+        assert sum(nbytes for _, nbytes in set(taken)) <= 1 << 19
+        assert len(taken) > 4 * len(set(taken))
+        assert file.staging._nbytes <= 1 << 19

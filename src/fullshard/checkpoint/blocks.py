@@ -13,12 +13,12 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 import xxhash
 
+from fullshard.disk.file import bytes_of
 from fullshard.disk.tensor import DiskTensor
 
 #: Bytes of a block. The last block of a file may be shorter.
@@ -98,18 +98,6 @@ def checksum(data: bytes | memoryview) -> str:
 def in_memory(tensor: torch.Tensor) -> bool:
     """Whether the elements of a tensor lie in the memory of the CPU, in their order."""
     return tensor.is_cpu and tensor.is_contiguous() and not isinstance(tensor, DiskTensor)
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU. The tensor must live longer than the view."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    return memoryview(_array(tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-@lru_cache(maxsize=256)
-def _array(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    return ctypes.c_char * nbytes
 
 
 def _memory(nbytes: int) -> tuple[memoryview, int]:

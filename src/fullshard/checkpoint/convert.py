@@ -25,7 +25,6 @@ from fullshard.checkpoint.blocks import (
     ON_WRITTEN,
     CheckpointError,
     CorruptCheckpointError,
-    bytes_of,
     force_names,
     open_regular,
     read_regular,
@@ -33,6 +32,7 @@ from fullshard.checkpoint.blocks import (
 from fullshard.checkpoint.manifest import Location, few
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.save import save
+from fullshard.disk.file import bytes_of
 
 #: For each format, the name of its file in a directory, and its suffixes.
 FORMATS = {

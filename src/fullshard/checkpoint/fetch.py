@@ -25,7 +25,6 @@ from fullshard.checkpoint.blocks import (
     BlockReader,
     CheckpointError,
     CorruptCheckpointError,
-    bytes_of,
     open_regular,
     read_regular,
 )
@@ -35,6 +34,7 @@ from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
 from fullshard.checkpoint.replicas import Hosts, mark_at, training_of
 from fullshard.comm.waits import waiting
+from fullshard.disk.file import bytes_of
 from fullshard.policies import warn
 
 #: Tags of requests (number of the file, first byte, number of bytes; or :data:`_END`) and of answers.

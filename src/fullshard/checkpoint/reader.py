@@ -17,7 +17,7 @@ import torch
 
 from fullshard._renamed import renamed
 from fullshard.checkpoint import dcp
-from fullshard.checkpoint.blocks import BlockReader, CheckpointError, CorruptCheckpointError, bytes_of, in_memory
+from fullshard.checkpoint.blocks import BlockReader, CheckpointError, CorruptCheckpointError, in_memory
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     METADATA,
@@ -31,6 +31,7 @@ from fullshard.checkpoint.manifest import (
     step_of,
 )
 from fullshard.checkpoint.storage import files_of, located, storage_of
+from fullshard.disk.file import bytes_of
 
 #: A box of a tensor to read: the name of the tensor in the checkpoint, its shape, the offsets of the box, and the
 #: tensor to fill, on any device, of any dtype and strides.

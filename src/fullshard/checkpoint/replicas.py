@@ -30,12 +30,13 @@ from torch.distributed import ProcessGroup
 
 from fullshard._renamed import renamed_keywords
 from fullshard.checkpoint.background import wait_until_finished
-from fullshard.checkpoint.blocks import BLOCK, BlockWriter, CheckpointError, CorruptCheckpointError, bytes_of, checksum
+from fullshard.checkpoint.blocks import BLOCK, BlockWriter, CheckpointError, CorruptCheckpointError, checksum
 from fullshard.checkpoint.manifest import MANIFEST, Location, StoredFile, mark_of
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.reader import list_checkpoints
 from fullshard.checkpoint.storage import files_of, storage_of
 from fullshard.comm.waits import waiting
+from fullshard.disk.file import bytes_of
 
 #: The file of a directory of checkpoints that names its training.
 _TRAINING = "near.json"

@@ -4,12 +4,13 @@ The file has no name, so that the system removes it when the process ends, howev
 one for each tensor, which threads read and write in blocks. Each block has a checksum, which stays in memory and is
 compared when the block is read back.
 
-A thread moves every block through one aligned buffer. So reads and writes can bypass the page cache, tensors need no
-alignment, and what is under way takes no more memory than these buffers.
+Reads and writes bypass the page cache, which takes aligned memory. That of optimizers' steps is aligned. For other
+tensors, each thread has an aligned buffer through which it copies their blocks.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -17,9 +18,10 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,7 +32,7 @@ import xxhash
 BLOCK = 1 << 22
 #: To what offsets, lengths and addresses must be aligned that bypass the page cache.
 _ALIGNMENT = 4096
-#: Threads of a file. While one waits for the disk, the other computes checksums.
+#: Threads of a file that read, and as many that write. While one waits for the disk, the other computes checksums.
 _THREADS = 2
 
 
@@ -60,6 +62,11 @@ class Work:
     def __init__(self, blocks: Sequence[Future[None]] = ()) -> None:
         self.blocks = blocks
 
+    @property
+    def is_done(self) -> bool:
+        """Whether none is under way."""
+        return all(block.done() for block in self.blocks)
+
     def wait(self) -> None:
         """Wait until all are done. Raises DiskError."""
         self.settle()
@@ -69,12 +76,41 @@ class Work:
 
     def settle(self) -> None:
         """Wait until none is under way, whether it failed or not."""
-        if any(not block.done() for block in self.blocks):
+        if not self.is_done:
             begin = time.monotonic_ns()
             wait(self.blocks)
             end = time.monotonic_ns()
             Work.waited_seconds += (end - begin) / 1e9
             Work.on_wait(begin, end)
+
+
+class Staging:
+    """Memory for what is read and written, which is used again: fresh memory costs as much as a read."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._nbytes = limit, 0  # of all memory; more only while it is in use
+        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # by size
+        self._leaving = deque[tuple[Sequence[torch.Tensor], Work]]()
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for so many elements, with any values."""
+        while self._leaving and self._leaving[0][1].is_done:
+            for each in self._leaving.popleft()[0]:
+                self._free[each.nbytes].append(each.view(torch.uint8))
+        nbytes = numel * dtype.itemsize
+        if self._free[nbytes]:
+            return self._free[nbytes].pop().view(dtype)
+        if self._nbytes + nbytes > self._limit:  # of other sizes
+            self._nbytes -= sum(size * len(free) for size, free in self._free.items())
+            self._free.clear()
+        self._nbytes += nbytes
+        memory = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
+        start = -memory.data_ptr() % _ALIGNMENT
+        return memory[start : start + nbytes].view(dtype)
+
+    def give_back(self, memory: Sequence[torch.Tensor], work: Work) -> None:
+        """Let the memory be used again once the work is done."""
+        self._leaving.append((memory, work))
 
 
 class DiskFile:
@@ -85,12 +121,12 @@ class DiskFile:
         direct: whether reads and writes bypass the page cache. ``False`` where the file system cannot do that.
         staging_bytes: for what is in memory while it is read or written.
         nbytes: its size.
-        moved: the bytes of all reads, and of all writes.
+        staging: memory of steps.
     """
 
     def __init__(self, directory: Path, direct: bool = True, staging_bytes: int = 1 << 26) -> None:
         self.directory, self.direct, self.staging_bytes, self.nbytes = directory, direct, staging_bytes, 0
-        self.moved = {"read": 0, "write": 0}
+        self.staging = Staging(staging_bytes)
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # where regions begin that are free, by size
         self._behind: deque[tuple[Work, int]] = deque()
         self.lock = threading.RLock()  # a region may be freed, by a collection, while another is allocated
@@ -101,8 +137,9 @@ class DiskFile:
         except OSError as error:
             why = f"the file for offloaded values cannot be made in {directory}: {error.strerror}"
             raise DiskError(error.errno, f"{why}. Give DiskOffloadPolicy a directory that can be written") from error
-        self._threads = ThreadPoolExecutor(_THREADS, "fullshard.disk")
-        weakref.finalize(self, _close, self.fd, self._threads)
+        #: Reads do not queue behind writes: a step waits for them.
+        self._threads = {verb: ThreadPoolExecutor(_THREADS, f"fullshard.{verb}") for verb in ("read", "write")}
+        weakref.finalize(self, _close, self.fd, self._threads.values())
 
     @staticmethod
     def opened() -> list[DiskFile]:
@@ -110,10 +147,9 @@ class DiskFile:
         return list(_files.values())
 
     @staticmethod
-    def moved_by_all() -> tuple[int, int]:
-        """The bytes that this process has read from its files, and written to them."""
-        files = DiskFile.opened()
-        return sum(file.moved["read"] for file in files), sum(file.moved["write"] for file in files)
+    def moved() -> tuple[int, int]:
+        """The bytes that this process has read from such files, and written to them."""
+        return _moved["read"], _moved["write"]
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC
@@ -144,18 +180,18 @@ class DiskFile:
         with self.lock:
             self._free[size].append(start)
 
-    def submit(self, move: Callable[[int], None], blocks: Sequence[int]) -> Work:
+    def submit(self, verb: str, move: Callable[[int], None], blocks: Sequence[int]) -> Work:
         """Move blocks beside the caller. Raises RuntimeError in a forked process."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 "a parameter that is offloaded to a disk was used in a forked process: use it where the model was made"
             )
-        return Work([self._threads.submit(move, number) for number in blocks])
+        return Work([self._threads[verb].submit(move, number) for number in blocks])
 
     def bound(self, work: Work, nbytes: int) -> None:
         """Wait for earlier writes until those under way, the last of which is ``work``, have few bytes together."""
         self._behind.append((work, nbytes))
-        while sum(nbytes for _, nbytes in self._behind) > self.staging_bytes:
+        while sum(nbytes for _, nbytes in self._behind) > self.staging_bytes // 2:
             self._behind.popleft()[0].settle()
 
     def bounce(self) -> memoryview:
@@ -176,6 +212,7 @@ class DiskFile:
         )
 
 
+_moved, _counting = {"read": 0, "write": 0}, threading.Lock()
 #: The files of this process, by directory and way of access. Closed with the last tensor in them.
 _files: weakref.WeakValueDictionary[tuple[Path, bool, int, int], DiskFile] = weakref.WeakValueDictionary()
 
@@ -208,25 +245,25 @@ class Region:
 
     def read(self, target: torch.Tensor, start: int = 0) -> Work:
         """Start to fill ``target`` (1-D, contiguous, any dtype) with the elements from ``start`` on."""
-        return self._move(target, start, self._read)
+        return self._move(target, start, "read", self._read)
 
     def write(self, values: torch.Tensor, start: int = 0) -> Work:
         """Start to write ``values`` (1-D, contiguous, of the dtype), as the elements from ``start`` on. They must not
         change before it is done. They end where a block or the region ends."""
         self.writes += 1
-        return self._move(values, start, self._write)
+        return self._move(values, start, "write", self._write)
 
-    def _move(self, tensor: torch.Tensor, start: int, move: Callable[..., None]) -> Work:
+    def _move(self, tensor: torch.Tensor, start: int, verb: str, move: Callable[..., None]) -> Work:
         assert start % self.step == 0, "parts of a region begin where a block begins"
         first, before = start // self.step, self._last
         tensor = tensor.detach()
 
         def run(number: int) -> None:
-            wait(before.blocks)  # they were submitted before, so a thread has them already
+            wait(before.blocks)  # each waits only for what was submitted before it
             move(number, tensor[number * self.step - start : (number + 1) * self.step - start])
 
         blocks = range(first, first - (-tensor.numel() // self.step))
-        work = self.file.submit(run, blocks)
+        work = self.file.submit(verb, run, blocks)
         self._last = Work([*(each for each in before.blocks if not each.done()), *work.blocks])
         return work
 
@@ -236,27 +273,42 @@ class Region:
         if self._checksums[number] is None:
             target.zero_()
             return
-        length, buffer = self._length(number), self.file.bounce()
-        self._transfer(os.preadv, "read", number)
-        if xxhash.xxh3_64_intdigest(buffer[:length]) != self._checksums[number]:
+        length, buffer = self._length(number), self._place(number, target)
+        block = self.file.bounce() if buffer is None else buffer
+        self._transfer(os.preadv, "read", number, block)
+        if xxhash.xxh3_64_intdigest(block[:length]) != self._checksums[number]:
             raise self.file.failure("read", self.what, "they are not what was written (wrong checksum)")
-        target.copy_(torch.frombuffer(buffer, dtype=self.dtype, count=length // self.dtype.itemsize)[: target.numel()])
+        if buffer is None:
+            found = torch.frombuffer(block, dtype=self.dtype, count=length // self.dtype.itemsize)
+            target.copy_(found[: target.numel()])
 
     def _write(self, number: int, values: torch.Tensor) -> None:
-        length, buffer = self._length(number), self.file.bounce()
+        length, buffer = self._length(number), self._place(number, values)
         assert values.nbytes == length, "parts of a region end where a block ends"
-        torch.frombuffer(buffer, dtype=self.dtype, count=values.numel()).copy_(values)
-        self._checksums[number] = xxhash.xxh3_64_intdigest(buffer[:length])
+        block = self.file.bounce() if buffer is None else buffer
+        if buffer is None:
+            torch.frombuffer(block, dtype=self.dtype, count=values.numel()).copy_(values)
+        self._checksums[number] = xxhash.xxh3_64_intdigest(block[:length])
         try:
-            self._transfer(os.pwritev, "write", number)
+            self._transfer(os.pwritev, "write", number, block)
         except DiskError as error:
             self._failure = error
             raise
 
-    def _transfer(self, call: Callable[[int, list[memoryview], int], int], verb: str, number: int) -> None:
-        """Read a block into the buffer of this thread, or write it from there. Raises DiskError."""
+    def _place(self, number: int, tensor: torch.Tensor) -> memoryview | None:
+        """The memory of a tensor, if a block can be read or written there. ``None`` if it goes through the buffer of
+        this thread."""
+        is_block = tensor.dtype == self.dtype and tensor.nbytes == self._length(number) and tensor.is_cpu
+        if self.file.direct:
+            is_block = is_block and tensor.nbytes % _ALIGNMENT == 0 and tensor.data_ptr() % _ALIGNMENT == 0
+        return bytes_of(tensor) if is_block and tensor.is_contiguous() else None
+
+    def _transfer(
+        self, call: Callable[[int, list[memoryview], int], int], verb: str, number: int, block: memoryview
+    ) -> None:
+        """Read a block into memory, or write it from there. Raises DiskError."""
         length, done = self._length(number), 0
-        block = self.file.bounce()[: -(-length // _ALIGNMENT) * _ALIGNMENT]
+        block = block[: -(-length // _ALIGNMENT) * _ALIGNMENT]
         while done < length:
             try:
                 count = call(self.file.fd, [block[done:]], self._start + number * BLOCK + done)
@@ -266,12 +318,24 @@ class Region:
                 why = "the file ends before them" if verb == "read" else "no byte was taken"
                 raise self.file.failure(verb, self.what, why)
             done += count if done + count >= length else count // _ALIGNMENT * _ALIGNMENT or count
-        with self.file.lock:
-            self.file.moved[verb] += length
+        with _counting:
+            _moved[verb] += length
 
     def _length(self, number: int) -> int:
         """The bytes of a block that are the tensor's."""
         return min(BLOCK, self.nbytes - number * BLOCK)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU. The tensor must live longer than the view."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    return memoryview(_array(tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+@lru_cache(maxsize=256)
+def _array(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * nbytes
 
 
 def _open_unnamed(directory: Path, flags: int) -> int:
@@ -285,6 +349,7 @@ def _open_unnamed(directory: Path, flags: int) -> int:
         path.unlink(missing_ok=True)
 
 
-def _close(fd: int, threads: ThreadPoolExecutor) -> None:
-    threads.shutdown(wait=False)  # nothing is under way: it would refer to the file. A thread may run this
+def _close(fd: int, threads: Iterable[ThreadPoolExecutor]) -> None:
+    for pool in threads:
+        pool.shutdown(wait=False)  # nothing is under way: it would refer to the file. A thread may run this
     os.close(fd)

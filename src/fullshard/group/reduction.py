@@ -192,15 +192,22 @@ class PendingReduction:
         group, grads = self._group, self._locals()
         if group.offloads_to_host:
             grads = [each for each in grads if (each[0] in group.offloaded.parameters) is offloaded]
-        elif group.offloaded.disk is not None:
+        is_final = not after_accumulation(group.sharded)  # otherwise optimizers may step now, from memory
+        if group.offloaded.disk is not None and is_final:
             grads = [(index, self._on_disk(index, local)) for index, local in grads]
         more = self._module_params.accumulate_gradients(grads)
         if more:
             foreach_add([grad for grad, _ in more], [local for _, local in more])
-        if after_accumulation(group.sharded):
-            with torch.no_grad():
-                for index, _ in grads:
-                    run_after_accumulation(group.params[index].sharded)
+        if is_final:
+            return
+        with torch.no_grad():
+            for index, _ in grads:
+                param = group.params[index]
+                run_after_accumulation(param.sharded)
+                kept = param.gradient if group.offloaded.on_disk(index) else None
+                if kept is not None and not isinstance(kept, DiskTensor):
+                    param.sharded.grad = None
+                    self._module_params.accumulate_gradients([(index, self._on_disk(index, kept))])
 
     def _on_disk(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """A reduced chunk on the disk, if its parameter is there. One to add to another stays in memory, and so does

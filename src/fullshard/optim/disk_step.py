@@ -7,10 +7,11 @@ the one before. For an optimizer that computes element by element, this is the s
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import nn
@@ -45,33 +46,42 @@ class _Piece:
     start: int
     stop: int
     twin: nn.Parameter = field(init=False)
-    state: dict[str, Any] = field(init=False)
+    state: dict[str, Any] = field(init=False, default_factory=dict)
     reads: list[Work] = field(init=False, default_factory=list)
+    memory: list[torch.Tensor] = field(init=False, default_factory=list)
+    sources: list[tuple[object, int]] = field(init=False, default_factory=list)
 
-    def load(self, state: dict[str, Any], before: dict[str, Any]) -> None:
-        """Start to read value, gradient and ``state``. Pieces but the first get the numbers of ``before`` the step."""
+    @property
+    def span(self) -> tuple[int, int, int]:
+        return id(self.param), self.start, self.stop
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Start to read the value, and the state that has an element for each of the parameter's."""
         local = local_tensor(self.param.detach())
+        self.sources = _sources(self.param, state)
         self.twin = twin_of(self.param, self._part(local))
+        self.state = {k: self._part(local_tensor(v)) for k, v in state.items() if _is_elementwise(v, local)}
+
+    def begin(self, state: dict[str, Any], before: dict[str, Any]) -> None:
+        """Start to read the gradient, and take the rest of the state, which is a number for the whole parameter. Pieces
+        but the first take the numbers of ``before`` the step."""
         self.twin.grad = self._part(local_tensor(self.param.grad))
-        self.state = {}
-        for name, value in before.items():
-            if _is_elementwise(value, local):
-                self.state[name] = self._part(local_tensor(value))
-            else:
-                self.state[name] = _copied(value) if self.start else state[name]
+        numbers = {k: _copied(v) if self.start else state[k] for k, v in before.items() if k not in self.state}
+        self.state.update(numbers)
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DiskTensor):
             return in_memory_order(tensor)[self.start : self.stop]
-        part = torch.empty(self.stop - self.start, dtype=tensor.dtype)
+        part = self.disk.staging.take(self.stop - self.start, tensor.dtype)
+        self.memory.append(part)
         self.reads.append(tensor.region.read(part, self.start))
         return part
 
-    def store(self, state: dict[str, Any]) -> Iterator[Work]:
-        """Start to write what the step has changed."""
-        local, numel = local_tensor(self.param.detach()), self.stop - self.start
+    def store(self, state: dict[str, Any]) -> None:
+        """Start to write what the step has changed, and give the memory back."""
+        local, numel, writes = local_tensor(self.param.detach()), self.stop - self.start, list[Work]()
         if isinstance(local, DiskTensor):
-            yield local.region.write(self.twin.detach(), self.start)
+            writes.append(local.region.write(self.twin.detach(), self.start))
         for name, value in self.state.items():
             if not isinstance(value, torch.Tensor) or value.shape != (numel,):
                 if not self.start:
@@ -81,9 +91,19 @@ class _Piece:
                 state[name] = _zeros(self.param, value.dtype, f"'{name}' ")
             place = local_tensor(state[name])
             if isinstance(place, DiskTensor):
-                yield place.region.write(value, self.start)
+                writes.append(place.region.write(value, self.start))
             else:
                 in_memory_order(place)[self.start : self.stop] = value
+        del self.twin, self.state
+        work = Work([block for each in writes for block in each.blocks])
+        self.disk.staging.give_back(self.memory, work)
+        self.disk.bound(work, len(writes) * numel * local.itemsize)
+
+
+def _sources(param: DTensor, state: Mapping[str, Any]) -> list[tuple[object, int]]:
+    """What a step reads of a parameter beside its gradient: the memory or the region, and how often it was written."""
+    parts = [local_tensor(value) for value in (param.detach(), *state.values()) if isinstance(value, DTensor)]
+    return [(p.region, p.region.writes) if isinstance(p, DiskTensor) else (p.data_ptr(), p._version) for p in parts]
 
 
 def _is_elementwise(value: Any, local: torch.Tensor) -> bool:
@@ -100,26 +120,74 @@ def step_on_disk(optimizer: Optimizer, params: Mapping[torch.Tensor, int]) -> No
 
     Raises DiskError. The step is then lost, and perhaps made in part.
     """
-    pieces = _pieces(params)
     offload_state(optimizer)
-    buckets = list(_buckets(pieces))
-    writes: list[Work] = []
-    run, state = _step_of(type(optimizer)), optimizer.state
-    before = {piece.param: _numbers_copied(state.get(piece.param, {}), piece.known.local) for piece in pieces}
+    buckets = list(_buckets(_pieces(params, with_grad=True)))
+    run, states = _step_of(type(optimizer)), optimizer.state
+    before = {param: _numbers_copied(states.get(param, {}), local_tensor(param.detach())) for param in params}
+    following = _Ahead.follow(optimizer, params)
     if buckets:
-        _load(buckets[0], state, before)
+        buckets[0] = _Ahead.take(optimizer, buckets[0]) or _load(buckets[0], before)
     for number, bucket in enumerate(buckets):
+        for piece in bucket:
+            piece.begin(states[piece.param], before[piece.param])
         if number + 1 < len(buckets):
-            _load(buckets[number + 1], state, before)
+            _load(buckets[number + 1], before)
+        elif following is not None:
+            _Ahead.load(following)
         for piece in bucket:
             for read in piece.reads:
                 read.wait()
         run(_optimizer_of(optimizer, bucket))
-        earlier, writes = writes, [work for piece in bucket for work in piece.store(state[piece.param])]
-        for work in earlier:
-            work.wait()
         for piece in bucket:
-            del piece.twin, piece.state
+            piece.store(states[piece.param])
+
+
+class _Ahead:
+    """What is read ahead where optimizers step one after another, such as one for each parameter in backward."""
+
+    _previous: ClassVar[weakref.ref[Optimizer] | None] = None
+    _following: ClassVar = weakref.WeakKeyDictionary[Optimizer, weakref.ref[Optimizer]]()
+    _params: ClassVar = weakref.WeakKeyDictionary[Optimizer, Mapping[Any, int]]()
+    _bucket: ClassVar[tuple[weakref.ref[Optimizer], list[_Piece]] | None] = None
+
+    @classmethod
+    def follow(cls, optimizer: Optimizer, params: Mapping[Any, int]) -> Optimizer | None:
+        """The optimizer that came after this one when it stepped last, if it is a different one."""
+        previous = None if cls._previous is None else cls._previous()
+        if isinstance(previous, Optimizer) and previous is not optimizer:
+            cls._following[previous] = weakref.ref(optimizer)
+        cls._previous, cls._params[optimizer] = weakref.ref(optimizer), params
+        return cls._following.get(optimizer, lambda: None)()
+
+    @classmethod
+    def load(cls, optimizer: Optimizer) -> None:
+        """Start to read what the next step of an optimizer needs first, without gradients."""
+        cls._drop()
+        for bucket in _buckets(_pieces(cls._params.get(optimizer, {}), with_grad=False)):
+            cls._bucket = weakref.ref(optimizer), _load(bucket, optimizer.state)
+            return
+
+    @classmethod
+    def take(cls, optimizer: Optimizer, wanted: Sequence[_Piece]) -> list[_Piece] | None:
+        """What was read ahead, if it is what the optimizer wants and nobody has written to it since."""
+        if cls._bucket is None or cls._bucket[0]() is not optimizer:
+            return None
+        found = cls._bucket[1]
+        is_same = [each.span for each in found] == [each.span for each in wanted] and all(
+            each.sources == _sources(each.param, optimizer.state.get(each.param, {})) for each in found
+        )
+        if not is_same:
+            cls._drop()
+            return None
+        cls._bucket = None
+        return found
+
+    @classmethod
+    def _drop(cls) -> None:
+        """Give back what was read ahead and not used."""
+        (_, pieces), cls._bucket = cls._bucket or (None, []), None
+        for piece in pieces:
+            piece.disk.staging.give_back(piece.memory, Work([block for read in piece.reads for block in read.blocks]))
 
 
 def offload_state(optimizer: Optimizer) -> None:
@@ -184,11 +252,11 @@ def _place_of(param: DTensor) -> tuple[ShardedParameter, DiskFile]:
     return owner[0].params[owner[1]], owner[0].offloaded.disk
 
 
-def _pieces(params: Mapping[torch.Tensor, int]) -> list[_Piece]:
-    """The pieces of the parameters that have gradients."""
+def _pieces(params: Mapping[torch.Tensor, int], with_grad: bool) -> list[_Piece]:
+    """The pieces of parameters: of all, or of those that have gradients."""
     pieces: list[_Piece] = []
     for param, at in params.items():
-        if param.grad is not None and isinstance(param, DTensor):
+        if isinstance(param, DTensor) and (param.grad is not None or not with_grad):
             known, disk = _place_of(param)
             numel, most = known.local.numel(), BLOCK // known.dtype.itemsize
             starts = range(0, max(numel, 1), most)
@@ -197,11 +265,12 @@ def _pieces(params: Mapping[torch.Tensor, int]) -> list[_Piece]:
 
 
 def _buckets(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """Pieces that are in memory together. Three buckets are at a time: one is read, one steps, one is written."""
+    """Pieces that are in memory together. One bucket is read while the one before steps, and half of the memory is for
+    those that are written."""
     bucket, taken = list[_Piece](), 0
     for piece in pieces:
         size = _TENSORS * (piece.stop - piece.start) * piece.known.dtype.itemsize
-        if bucket and taken + size > piece.disk.staging_bytes // 3:
+        if bucket and taken + size > piece.disk.staging_bytes // 4:
             yield bucket
             bucket, taken = [], 0
         bucket.append(piece)
@@ -210,9 +279,10 @@ def _buckets(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
         yield bucket
 
 
-def _load(bucket: Sequence[_Piece], state: Any, before: dict[DTensor, dict[str, Any]]) -> None:
+def _load(bucket: list[_Piece], states: Mapping[Any, Any]) -> list[_Piece]:
     for piece in bucket:
-        piece.load(state.get(piece.param, {}), before[piece.param])
+        piece.load(states.get(piece.param, {}))
+    return bucket
 
 
 def _numbers_copied(state: dict[str, Any], local: torch.Tensor) -> dict[str, Any]:
