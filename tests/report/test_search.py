@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from benchmarks.models import Work
 from benchmarks.ranks import run_ranks
 from torch import nn
 
-from fullshard import DoesNotFitError, Plan, cli, fit
+from fullshard import DoesNotFitError, MixedPrecisionPolicy, Plan, cli, fit
 from fullshard.comm.process_group import gather_objects
+from fullshard.report.explain import ADAM
+from fullshard.report.search import Search, _simulated
 from tests.harness import World, ranks
 
 WORK = Work("fitted", blocks=4, width=128, sequence=256, vocabulary=64)
@@ -29,9 +33,16 @@ def planned(memory: float | str, ranks: int = 2, **options: Any) -> Plan:
     return fit(WORK.build(), WORK.batch(0, 0), memory=memory, ranks=ranks, **options)
 
 
-def smallest(ranks: int = 2, **options: Any) -> int:
+@contextmanager
+def searching() -> Iterator[Search]:
+    """The search of a call of ``fit``, which finds plans for several sizes of memory."""
+    with _simulated(2, None) as mesh:
+        yield Search(WORK.build(), WORK.batch(0, 0), ADAM, None, mesh, MixedPrecisionPolicy(), {})
+
+
+def smallest(search: Search) -> int:
     with pytest.raises(DoesNotFitError, match="the smallest memory is") as caught:
-        planned(2**10, ranks, **options)
+        search.plan(2**10)
     return caught.value.smallest
 
 
@@ -45,8 +56,9 @@ def test_with_enough_memory_nothing_is_recomputed_and_every_group_stays_whole() 
 
 @pytest.mark.parametrize("transport", ["shm", "p2p", "collective"], indirect=True)
 def test_less_memory_costs_more_time(transport: str) -> None:
-    roomy, least = planned(ROOMY), smallest()
-    plans = [roomy, *(planned(round(least + share * (roomy.needed - least))) for share in (0.7, 0.3, 0.0))]
+    with searching() as search:
+        roomy, least = search.plan(1 << 40), smallest(search)
+        plans = [roomy, *(search.plan(round(least + share * (roomy.needed - least))) for share in (0.7, 0.3, 0.0))]
     assert all(plan.needed <= plan.memory for plan in plans)
     assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
     assert plans[-1].seconds > roomy.seconds
@@ -55,15 +67,16 @@ def test_less_memory_costs_more_time(transport: str) -> None:
 
 
 def test_a_byte_less_than_the_smallest_memory_does_not_fit() -> None:
-    least = smallest()
-    assert planned(least).needed <= least
-    with pytest.raises(DoesNotFitError, match=r"on 2 ranks into .* for the \w+ of .*, of which .* are \w+"):
+    with searching() as search:
+        least = smallest(search)
+        assert search.plan(least).needed <= least
+        with pytest.raises(DoesNotFitError, match=r"on 2 ranks into .* for the \w+ of .*, of which .* are \w+"):
+            search.plan(least - 1)
+    with pytest.raises(
+        DoesNotFitError, match=r"Otherwise: on 4 ranks: needs .*; computed in bfloat16: needs"
+    ) as caught:
         planned(least - 1)
-
-
-def test_a_refusal_says_what_would_fit_otherwise() -> None:
-    with pytest.raises(DoesNotFitError, match=r"Otherwise: on 4 ranks: needs .*; computed in bfloat16: needs"):
-        planned(smallest() - 1)
+    assert caught.value.smallest == least
 
 
 def test_latency_makes_larger_groups() -> None:
