@@ -28,6 +28,7 @@ LAYERS = (
     (
         "wrap",
         "meshes",
+        "stages",
         "module",
         "overlaps",
         "misuse",

@@ -328,9 +328,10 @@ def test_prefetch_lists_refuse_other_modules(world: World, fsdp: Library) -> Non
 
 @ranks(1)
 @pytest.mark.parametrize("limit", [-1, True, 1.0, None])
-def test_the_prefetch_limit_counts_groups(world: World, limit: Any) -> None:
-    with pytest.raises(ValueError, match="prefetch limit"):
-        shard_mlp().set_prefetch_limit(limit)
+def test_the_prefetch_limit_counts_groups_or_bytes(world: World, limit: Any) -> None:
+    for given in ({"groups": limit}, {"nbytes": limit}, {"groups": 1, "nbytes": 1}):
+        with pytest.raises(ValueError, match="prefetch limit must be one int of 0 or more, got groups="):
+            shard_mlp().set_prefetch_limit(**given)
 
 
 @ranks(2)

@@ -30,9 +30,8 @@ from fullshard.group.mesh import DataMesh
 from fullshard.group.owners import owner_of, refuse_gradients, register
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import Location, ShardedParameter
-from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP, ZERO, Placement, Strategy
 from fullshard.group.verify import verify_parameters, verify_values
-from fullshard.meshes import data_mesh, default_mesh, shard_replicas, smaller_mesh
+from fullshard.meshes import data_mesh, default_mesh, shard_replicas
 from fullshard.module import ShardedModule, sharded_class
 from fullshard.offload_policy import CPUOffloadPolicy, OffloadPolicy
 from fullshard.optim.steps import watch_steps
@@ -40,6 +39,7 @@ from fullshard.overlaps import refuse_overlaps
 from fullshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, as_setting
 from fullshard.schedule.hooks import attach
 from fullshard.schedule.unit import Unit, unit_of
+from fullshard.stages import check_stage, check_threshold, check_wires, shards_replicas, strategy_of
 from fullshard.torch_private import BatchNorm, replicated
 from fullshard.wire_policy import EXACT, WirePolicy
 from fullshard.wrap import repeated_blocks, targets
@@ -66,6 +66,7 @@ class ShardOptions(TypedDict, total=False):
     dp_mesh_dims: DataParallelMeshDims | None
     zero_stage: int
     outer_zero_stage: int
+    persistence_threshold: int
     wire_policy: WirePolicy
     outer_wire_policy: WirePolicy
     auto_wrap_policy: Any
@@ -90,6 +91,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     zero_stage: int = 3,
     outer_zero_stage: int = 0,
+    persistence_threshold: int = 0,
     wire_policy: WirePolicy = EXACT,
     outer_wire_policy: WirePolicy = EXACT,
     auto_wrap_policy: Any = None,
@@ -131,6 +133,9 @@ def fully_shard(
             each, as of the optimizer state and the gradients; each shard is gathered over the replicas once for each
             optimizer step, and gradients are reduce-scattered over them in place of the all-reduce (the hybrid of
             Megatron-FSDP). Parameters are then DTensors on the mesh with its dims exchanged.
+        persistence_threshold: in stage 3, a group whose parameters have at most so many bytes together stays whole from
+            forward to backward, whatever ``reshard_after_forward`` says: that saves a gather for little memory. The
+            idea is DeepSpeed's ``stage3_param_persistence_threshold``.
         wire_policy: how what ranks send to those with which they shard is encoded, see :class:`WirePolicy`. Where ranks
             share memory nothing is sent, and nothing encoded.
         outer_wire_policy: the same between the replicas of a 2-D mesh, with ``outer_zero_stage=1``.
@@ -143,12 +148,13 @@ def fully_shard(
         ``module`` itself, whose class is now ``FSDP<Name>``, a subclass of :class:`FSDPModule` and of its former class.
 
     Raises:
-        ValueError: a stage that does not exist, or does not reshard as ``reshard_after_forward`` says; a wire policy
-            where nothing is gathered and scattered that it could encode; something that
-            is not a module; a container without ``forward``; a module that PyTorch has sharded;
-            a mesh, divisor or placement that does not fit; a lazy parameter that is not initialized; a DTensor on the
-            same ranks; parameters that an outer module has taken, that share memory with other tensors, or that differ
-            between ranks (with ``check_values`` also in their values); a ``CPUOffloadPolicy`` without a CPU backend.
+        ValueError: a stage that does not exist, or does not reshard as ``reshard_after_forward`` says; a persistence
+            threshold below 0, or where every group stays whole anyway; a wire policy where nothing is gathered and
+            scattered that it could encode; something that is not a module; a container without ``forward``; a module
+            that PyTorch has sharded; a mesh, divisor or placement that does not fit; a lazy parameter that is not
+            initialized; a DTensor on the same ranks; parameters that an outer module has taken, that share memory with
+            other tensors, or that differ between ranks (with ``check_values`` also in their values); a
+            ``CPUOffloadPolicy`` without a CPU backend.
         AssertionError: ``fully_shard`` was applied to the module before; a 2-D mesh without names; a shard dim that a
             parameter does not have.
         RuntimeError: a mesh without process groups.
@@ -163,10 +169,11 @@ def fully_shard(
     dims = None if dp_mesh_dims is None else as_setting(dp_mesh_dims, DataParallelMeshDims, "dp_mesh_dims")
     mesh = default_mesh() if mesh is None else mesh
     policies.expect(isinstance(mesh, DeviceMesh), "mesh", mesh, "a DeviceMesh")
-    data = data_mesh(mesh, dims, shards=_stage(zero_stage, reshard_after_forward) > 0)
-    if _shards_replicas(outer_zero_stage):
+    data = data_mesh(mesh, dims, shards=check_stage(zero_stage, reshard_after_forward) > 0)
+    if shards_replicas(outer_zero_stage):
         data = shard_replicas(data)
-    _check_wires(wire_policy, outer_wire_policy, data)
+    check_wires(wire_policy, outer_wire_policy, data)
+    check_threshold(persistence_threshold, zero_stage, reshard_after_forward)
     device = compute_device(mesh.device_type)
     torch_classes = replicated(modules)
     if auto_wrap_policy is not None:
@@ -175,7 +182,7 @@ def fully_shard(
                 if unit_of(inner) is None:
                     fully_shard(**{**given, "mesh": mesh, "auto_wrap_policy": None, "module": inner, **overrides})
     after_forward = zero_stage == 3 if reshard_after_forward is None else reshard_after_forward
-    _strategy(zero_stage, after_forward, data)  # raise errors before anything is changed
+    strategy_of(zero_stage, after_forward, data)  # raise errors before anything is changed
     if data.shard_group is not None and type(after_forward) is int and after_forward == 1:
         _log.warning("reshard_after_forward=1 keeps parameters whole after forward, as False does; True frees them")
     ignored = () if ignored_params is None else ignored_params
@@ -193,8 +200,10 @@ def fully_shard(
     for own_mesh, sharded in _by_mesh(params, data, shard_placement_fn, mesh).items():
         if check_values:
             verify_values(sharded, own_mesh)
-        strategy = _strategy(zero_stage, after_forward, own_mesh)
-        _check_wires(wire_policy, outer_wire_policy, own_mesh)
+        stays_whole = 0 < sum(each.shape.numel() * each.dtype.itemsize for each in sharded) <= persistence_threshold
+        unit.auto_reshard = unit.auto_reshard and not stays_whole
+        strategy = strategy_of(zero_stage, False if stays_whole else after_forward, own_mesh)
+        check_wires(wire_policy, outer_wire_policy, own_mesh)
         options = GroupOptions(mp_policy, offload_policy, *strategy, wire_policy, outer_wire_policy)
         add_group(unit, sharded, own_mesh, options)
     borrow(unit)
@@ -301,56 +310,6 @@ def refuse_torchs(module: nn.Module) -> None:
                     f"{which} was sharded by torch.distributed.fsdp before: shard the whole model either with it or "
                     f"with fullshard, and import fully_shard or FullyShardedDataParallel from that one only"
                 )
-
-
-def _stage(stage: int, after_forward: bool | int | None) -> int:
-    """The stage, if there is one of this number and it fits ``reshard_after_forward``."""
-    is_stage = type(stage) is int and stage in range(4)
-    policies.expect(is_stage, "zero_stage", stage, "0, 1, 2 or 3", TypeError if type(stage) is not int else ValueError)
-    if stage < 3 and after_forward not in (None, False):
-        raise ValueError(
-            f"zero_stage={stage} keeps parameters whole from forward to backward, and "
-            f"reshard_after_forward={after_forward!r} does not: leave out one of the two"
-        )
-    return stage
-
-
-def _check_wires(wire: WirePolicy, outer: WirePolicy, data: DataMesh) -> None:
-    """Raise an error unless there is something on the mesh that the wires encode."""
-    policies.expect(isinstance(wire, WirePolicy), "wire_policy", wire, "a WirePolicy")
-    policies.expect(isinstance(outer, WirePolicy), "outer_wire_policy", outer, "a WirePolicy")
-    if data.shard_group is None and not wire.is_exact:
-        raise ValueError(
-            f"wire_policy={wire} encodes gathers and reduce-scatters, but here whole gradients are all-reduced "
-            f"(zero_stage=0, or a mesh that only replicates): use zero_stage=1, which sends as many bytes"
-        )
-    if not data.shards_replicas and not outer.is_exact:
-        raise ValueError(
-            f"outer_wire_policy={outer} encodes what replicas gather and reduce-scatter, but here they have whole "
-            f"shards, or there are none: use outer_zero_stage=1 on a mesh with replicas"
-        )
-
-
-def _shards_replicas(outer_stage: int) -> bool:
-    is_int = type(outer_stage) is int
-    error = ValueError if is_int else TypeError
-    policies.expect(is_int and outer_stage in (0, 1), "outer_zero_stage", outer_stage, "0 or 1", error)
-    return outer_stage == 1
-
-
-def _strategy(stage: int, choice: bool | int, data: DataMesh) -> tuple[Strategy, DataMesh | None]:
-    """The strategy of a stage and ``reshard_after_forward``, and the post-forward mesh, if there is one."""
-    what, size = "reshard_after_forward", data.shard_size
-    policies.expect(isinstance(choice, int), what, choice, "a bool, an int (how many ranks) or None", ValueError)
-    if stage < 3 or data.shard_group is None:
-        return ZERO[stage if data.shard_group is not None else 0], None
-    if isinstance(choice, bool):
-        return FULL_SHARD if choice else SHARD_GRAD_OP, None
-    is_factor = choice > 0 and size % choice == 0
-    policies.expect(is_factor, what, choice, f"a factor of the {size} ranks that shard parameters", ValueError)
-    if 1 < choice < size:
-        return Strategy(after_forward=Placement.SHARDED_LESS), smaller_mesh(data, choice)
-    return FULL_SHARD if choice > 1 else SHARD_GRAD_OP, None
 
 
 def free_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> _Found:

@@ -242,11 +242,7 @@ class FSDPModule:
                 unit.schedule.size_slots()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether parameters are freed after backward.
-
-        Args:
-            reshard_after_backward: if ``False``, the next forward of an accumulation gathers nothing.
-        """
+        """Set whether parameters are freed after backward. If not, a next forward before a step gathers nothing."""
         _switch(self, recurse, "set_reshard_after_backward", after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -275,18 +271,21 @@ class FSDPModule:
         """Gather ``modules``, in this order, while this one runs its backward, instead of the recorded ones."""
         sharded_unit(self).backward_prefetch = _all_sharded(modules)
 
-    def set_prefetch_limit(self, groups: int) -> None:
-        """Set how many groups of this module's tree are gathered ahead of the one that runs. Not in PyTorch.
+    def set_prefetch_limit(self, groups: int | None = None, *, nbytes: int | None = None) -> None:
+        """Set how far this module's tree is gathered ahead of the group that runs. Not in PyTorch.
 
         Args:
             groups: 1 by default, 0 for none. Each costs the memory of one group.
+            nbytes: in place of ``groups``, the most bytes that the groups ahead have together, unsharded.
 
         Raises:
-            ValueError: ``groups`` is not an int of 0 or more.
+            ValueError: not exactly one of them is given, or it is not an int of 0 or more.
         """
-        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 0:
-            raise ValueError(f"the prefetch limit counts groups and must be 0 or more, got {groups!r}")
-        tree_schedule(self).prefetch_limit = groups
+        limit = nbytes if groups is None else groups
+        if type(limit) is not int or limit < 0 or None not in (groups, nbytes):
+            raise ValueError(f"the prefetch limit must be one int of 0 or more, got {groups=!r} and {nbytes=!r}")
+        schedule = tree_schedule(self)
+        schedule.prefetch_limit, schedule.prefetch_bytes = groups, nbytes
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's gathers wait for ``event``, not for all enqueued work. Used once.

@@ -277,7 +277,16 @@ class _Generator:
         )
         # Drawn apart, so that the programs of old seeds stay alike.
         may_encode = not wraps and stage > 0 and not any(name.startswith("set_custom") for name, _ in sharding.settings)
-        return replace(sharding, wire=may_encode and random.Random(f"wire of {self.seed}").random() < 0.25)
+        sharding = replace(sharding, wire=may_encode and random.Random(f"wire of {self.seed}").random() < 0.25)
+        later = random.Random(f"disk of {self.seed}")
+        if not wraps and not sharding.outer and not self.by_blocks and not sharding.offload and later.random() < 0.2:
+            sharding = replace(sharding, disk=later.choice([1.0, 1.0, 0.5, 0.0]))
+        if not wraps and later.random() < 0.2:
+            sharding = replace(sharding, persists=later.choice([64, 512, 10**6]))
+        if not wraps and later.random() < 0.1:
+            settings = (*sharding.settings, ("prefetch_bytes", later.choice([0, 300, 3000])))
+            sharding = replace(sharding, settings=settings)
+        return sharding
 
     def groups(self, model: ModelSpec, wraps: bool, by: str) -> list[GroupSpec]:
         """Calls from the inside out; a call of several modules has modules of one depth."""

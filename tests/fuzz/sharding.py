@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 import fullshard
 from fullshard import Ragged, WirePolicy
+from fullshard.group import offloaded
 from fullshard.wrap import ModuleWrapPolicy, repeated_blocks
 from tests.fuzz.models import Cell
 
@@ -34,11 +37,13 @@ class Sharding:
     """All calls; the last is the root's. Those of `blocks` depend on the model: `groups_of` has them all.
 
     `by` is how the groups are told: one by one (`calls`), by a policy of all cells (`policy`), or `blocks`
-    (`fully_shard_blocks`). `mesh` is the shape of a hybrid mesh, (replicate, shard), or none for the default. `cut` is
-    the dim along which parameters are cut; with `ragged` all that have such blocks are cut between these, or with
+    (`fully_shard_blocks`). `mesh` is the shape of a hybrid mesh, (replicate, shard), or none for the default. `cut`
+    is the dim along which parameters are cut; with `ragged` all that have such blocks are cut between these, or with
     `mixed` some of them. `outer` is `outer_zero_stage`. With `wire` messages are letters in which nothing is encoded,
-    so that nothing is less close. `settings` are setters with their arguments, called on every sharded module. With
-    `override` scalars are computed with in their own dtype. `options` are more arguments of the wrapper.
+    so that nothing is less close. With `disk` parameters (all, or a share of them), gradients and optimizer state are
+    on a disk. Groups of up to `persists` bytes stay whole. `settings` are setters with their arguments, called on
+    every sharded module. With `override` scalars are computed with in their own dtype. `options` are more arguments
+    of the wrapper.
     """
 
     api: str
@@ -56,6 +61,8 @@ class Sharding:
     stage: int = 3
     outer: int = 0
     wire: bool = False
+    disk: float | None = None
+    persists: int = 0
     ragged: Ragged | None = None
     strategy: str = "FULL_SHARD"
     settings: tuple[tuple[str, Any], ...] = ()
@@ -120,7 +127,9 @@ def units_of(model: nn.Module, sharding: Sharding) -> list[Unit]:
 
 def shard(model: nn.Module, sharding: Sharding, size: int) -> Any:
     """Shard a model, in place or by a wrapper around it; returns what is to be trained."""
-    sharded = _wrap(model, sharding, size) if sharding.wraps else _fully_shard(model, sharding, size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offloaded, "_LEAST_ON_DISK", 1)  # these parameters are small
+        sharded = _wrap(model, sharding, size) if sharding.wraps else _fully_shard(model, sharding, size)
     set_up(sharded, sharding.settings)
     return sharded
 
@@ -152,6 +161,8 @@ def _fully_shard(model: Any, sharding: Sharding, size: int) -> Any:
     }
     if sharding.offload:
         options["offload_policy"] = fullshard.CPUOffloadPolicy(pin_memory=False)
+    if sharding.disk is not None:
+        options["offload_policy"] = fullshard.DiskOffloadPolicy(tempfile.gettempdir(), parameters=sharding.disk)
     reshard = sharding.groups[-1].reshard
     if sharding.by == "blocks":
         return fullshard.fully_shard_blocks(model, reshard_after_forward=reshard, **options)
@@ -161,7 +172,8 @@ def _fully_shard(model: Any, sharding: Sharding, size: int) -> Any:
     for group in sharding.groups:
         modules = [model.get_submodule(path) for path in group.paths]
         which = modules[0] if len(modules) == 1 else modules
-        fullshard.fully_shard(which, reshard_after_forward=group.reshard, **options)
+        persists = sharding.persists if sharding.stage == 3 and group.reshard is not False else 0
+        fullshard.fully_shard(which, reshard_after_forward=group.reshard, persistence_threshold=persists, **options)
     return model
 
 
@@ -251,6 +263,9 @@ def set_up(model: Any, settings: tuple[tuple[str, Any], ...]) -> None:
         given = VALUES.get(name, value)
         if name in ("set_prefetch_limit", "set_is_last_backward", "set_manual_backward_finalization"):
             getattr(model, name)(value)
+            continue
+        if name == "prefetch_bytes":
+            model.set_prefetch_limit(nbytes=value)
             continue
         if name in ("forward_prefetch", "backward_prefetch"):
             modules = [module for module in model.modules() if isinstance(module, fullshard.FSDPModule)]

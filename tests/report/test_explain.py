@@ -156,11 +156,15 @@ def test_wires_between_replicas_send_and_keep_what_was_predicted(world: World, t
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", ["bf16", "keep", "no prefetch"])
+@pytest.mark.parametrize("way", ["bf16", "keep", "no prefetch", "prefetch by bytes", "persistent"])
 def test_settings_change_what_is_predicted(world: World, way: str) -> None:
     low = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options = {"mp_policy": low} if way == "bf16" else {"reshard_after_forward": way != "keep"}
+    options: dict[str, Any] = {"mp_policy": low} if way == "bf16" else {"reshard_after_forward": way != "keep"}
+    if way == "persistent":
+        options = {"persistence_threshold": 4 * 64 * 256}  # the embedding's group, or the root's, and not the blocks'
     model = sharded("fully_shard", "p2p", **options)
+    if way == "prefetch by bytes":
+        model.set_prefetch_limit(nbytes=5 * WORK.block_bytes // 2)  # type: ignore[operator]
     if way == "no prefetch":
         model.set_prefetch_limit(0)  # type: ignore[operator]
     check(model, world)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
+from fullshard.schedule.unit import unit_of
 from tests.fully_shard.cases import Recorder, inputs, shard_mlp
 from tests.harness import World, ranks
 from tests.harness.models import MLP, Transformer, seeded
@@ -106,6 +107,26 @@ def test_as_many_groups_are_gathered_ahead_as_the_limit_says(world: World, limit
             alive += 1 if event.startswith("gather") else -1
         most = max(most, alive)
     assert (alive, most) == (0, 1 + limit)
+
+
+@ranks(2, transport="p2p")
+@pytest.mark.parametrize("groups", [0, 0.9, 1, 2.5, 99])
+def test_groups_are_gathered_ahead_as_far_as_their_bytes_allow(world: World, groups: float) -> None:
+    """Forward and backward gather the same groups at the same places as with the number of groups that fit."""
+    events = []
+    for name in ("groups", "nbytes"):
+        model = seeded(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))))
+        for layer in model:
+            fullshard.fully_shard(layer, reshard_after_forward=True)
+        fullshard.fully_shard(model)
+        size = unit_of(model[0]).groups[0].full.buffer.nbytes  # type: ignore[union-attr]
+        model.set_prefetch_limit(**{name: int(groups if name == "groups" else groups * size)})
+        x = torch.ones(2, 8, requires_grad=True)
+        model(x).sum().backward()
+        recorder = Recorder(model, "gather", "reshard")
+        model(x).sum().backward()
+        events.append(recorder.take())
+    assert events[0] == events[1]
 
 
 @ranks(2, transport="p2p")

@@ -180,6 +180,7 @@ class _Exchange:
 
     running: Future[None] | None = None  # all of it, in another thread
 
+    @torch.inference_mode(False)
     def __init__(
         self, route: EncodedRoute, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], divisor: float
     ) -> None:

@@ -191,12 +191,17 @@ class _Ahead:
 
 
 def offload_state(optimizer: Optimizer) -> None:
-    """Bring state to the disk that was made or loaded in memory, if its parameter's state is to be there."""
+    """Bring state to the disk that was made or loaded in memory, if its parameter's state is to be there, cut as the
+    parameter is. All ranks alike."""
     for param, state in optimizer.state.items():
         if not (isinstance(param, DTensor) and isinstance(state, dict) and is_on_disk(param)):
             continue
         known, _ = _place_of(param)
         for name, value in state.items():
+            if isinstance(value, DTensor) and value.shape == param.shape and value.placements != param.placements:
+                value = state[name] = value.redistribute(
+                    placements=param.placements
+                )  # of a model that was cut elsewhere
             local = local_tensor(value)
             if isinstance(value, DTensor) and local.shape == known.local.shape and not isinstance(local, DiskTensor):
                 state[name] = _zeros(param, local.dtype, f"'{name}' ")

@@ -173,6 +173,7 @@ class Explanation:
             "order_is_recorded": self.facts.is_recorded,
             "order_of": self.facts.order_of,
             "prefetch": self.facts.prefetch,
+            "prefetch_bytes": self.facts.prefetch_bytes,
             "memory": [{**asdict(phase), "nbytes": phase.nbytes} for phase in self.memory],
             "activations": None if self.activations is None else self.activations.as_dict(),
             "device_memory": self.device_memory,

@@ -227,7 +227,7 @@ class ModelFacts:
         units: in the order in which their forwards begin.
         order_of: what that order is of: a ``"step"`` that was recorded, the forward of a ``"batch"`` on tensors without
             memory, or else the ``"modules"``, as they were registered.
-        prefetch: how many groups are gathered ahead.
+        prefetch: how many groups are gathered ahead; ``None``: as many as have ``prefetch_bytes`` together.
         left_out: names of parameters that require gradients and belong to no group.
         outside: bytes of parameters and buffers that belong to no group.
         blocks: the classes of its repeated blocks, one entry for each block.
@@ -237,7 +237,8 @@ class ModelFacts:
     groups: tuple[GroupFacts, ...]
     units: tuple[UnitFacts, ...]
     order_of: Literal["step", "batch", "modules"]
-    prefetch: int
+    prefetch: int | None
+    prefetch_bytes: int | None
     left_out: tuple[str, ...]
     outside: int
     blocks: tuple[str, ...]
@@ -286,6 +287,7 @@ def facts_of(model: nn.Module, order: Sequence[int] = ()) -> ModelFacts:
         units=tuple(_unit_facts(unit, ordered, position) for unit in ordered),
         order_of="step" if recorded else "batch" if order else "modules",
         prefetch=schedules[0].prefetch_limit if schedules else 1,
+        prefetch_bytes=schedules[0].prefetch_bytes if schedules else None,
         left_out=tuple(strangers_in(model)),
         outside=sum(tensor.nbytes for tensor in [*others, *model.buffers()]),
         blocks=tuple(map(_class_of, repeated_blocks(model))),

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal, NamedTuple
 
 import torch
@@ -286,19 +285,23 @@ class Replay:
             self._fulls[at].give_back()
 
     def _gather_ahead(self, following: Iterator[int]) -> None:
-        for at in islice(following, self._facts.prefetch):
+        most, room = self._facts.prefetch, self._facts.prefetch_bytes
+        for number, at in enumerate(following):
+            room = room if room is None else room - self._groups[at].whole
+            if number == most or (room is not None and room < 0):
+                self._start_early(at)
+                return
             if at not in self._state and not self._groups[at].shares:
                 self._gather(at)
 
-    def _start_early(self, following: Iterator[int]) -> None:
+    def _start_early(self, at: int) -> None:
         """The gather after those that are gathered ahead begins with what comes before it."""
-        for at in islice(following, self._facts.prefetch, self._facts.prefetch + 1):
-            group = self._groups[at]
-            if group.is_host and group.shards_replicas:
-                self._start_replica(at)
-            elif group.is_host and group.offloaded.shard and group.offloaded.place == ON_DISK and at not in self._state:
-                self._stage(at)
-                self._note_peak()
+        group = self._groups[at]
+        if group.is_host and group.shards_replicas:
+            self._start_replica(at)
+        elif group.is_host and group.offloaded.shard and group.offloaded.place == ON_DISK and at not in self._state:
+            self._stage(at)
+            self._note_peak()
 
     def _accept_gradient(self, at: int) -> None:
         """Accept the first gradient of a group. Small gradients wait, and are copied into the buffer when the unit's
@@ -378,7 +381,6 @@ class Replay:
             self._users[at] += 1
         if unit.ahead:
             self._gather_ahead(self._order.next_in_forward())
-            self._start_early(self._order.next_in_forward())
         for inner in self._children[number]:
             self._forward(inner)
         for at in unit.groups:  # the unit's own work, such as a head, comes after the units inside it
@@ -404,7 +406,6 @@ class Replay:
             self._users[at] += 1
         if unit.ahead_in_backward == "before":
             self._gather_ahead(self._groups_before(unit))
-            self._start_early(self._groups_before(unit))
         for at in unit.groups:
             self._record("compute", at)
             self._accept_gradient(at)
@@ -418,7 +419,6 @@ class Replay:
                 self._reshard(at)
         if unit.ahead_in_backward == "after":
             self._gather_ahead(self._groups_before(unit))
-            self._start_early(self._groups_before(unit))
         self._run(around, unit.groups[0])
 
     def _groups_before(self, unit: UnitFacts) -> Iterator[int]:

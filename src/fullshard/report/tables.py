@@ -153,7 +153,8 @@ def order_text(facts: ModelFacts) -> str:
         "modules": "of the modules; the first step records its own",
     }[facts.order_of]
     names = " > ".join(name_of_run(alike) for alike in runs(facts.in_order))
-    return wrapped(f"Order ({known}; {facts.prefetch} gathered ahead): {names}")
+    ahead = str(facts.prefetch) if facts.prefetch_bytes is None else bytes_text(facts.prefetch_bytes)
+    return wrapped(f"Order ({known}; {ahead} gathered ahead): {names}")
 
 
 def estimate_text(estimate: Estimate) -> str:

@@ -10,7 +10,7 @@ a backward waits for no reduction, and reduces a unit only if it saw the unit's 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from operator import attrgetter
@@ -81,7 +81,8 @@ class Schedule:
         self.order: Order[ParamGroup] = Order()
         #: Checks the gradients of a group, before or after they are reduced; see :mod:`fullshard.finite`.
         self.inspect: Callable[[ParamGroup, bool], None] | None = None
-        self.prefetch_limit = 1
+        self.prefetch_limit: int | None = 1  # groups; ``None``: as many as fit into so many bytes of full buffers
+        self.prefetch_bytes: int | None = None
         self.is_last_backward = True
         self._backward_began = False  # whether one has begun in a step that has not ended
         self._last_forward: weakref.ref[object] | None = None  # the mark of the last forward, until a backward begins
@@ -213,11 +214,9 @@ class Schedule:
     def prefetch_forward(self, unit: Scheduled) -> None:
         """Gather ahead the groups that follow those of ``unit``."""
         if unit.forward_prefetch:
-            self._gather_ahead((group for target in unit.forward_prefetch for group in target.groups), None)
+            self._gather_ahead((group for target in unit.forward_prefetch for group in target.groups), None, None)
         else:
-            self._gather_ahead(self.order.next_in_forward(), self.prefetch_limit)
-        if self._starts_early:
-            self._start_early(self.order.next_in_forward())
+            self._gather_ahead(self.order.next_in_forward(), self.prefetch_limit, self.prefetch_bytes)
 
     def begin_backward(self) -> None:
         """Begin a backward that reached the tree, and ask to be called when it ends."""
@@ -231,17 +230,14 @@ class Schedule:
     def prefetch_backward(self, unit: Scheduled) -> None:
         """Gather ahead the groups that come before ``unit`` in forward, and so after it in backward."""
         if unit.backward_prefetch:
-            self._gather_ahead((group for target in unit.backward_prefetch for group in reversed(target.groups)), None)
+            targets = (group for target in unit.backward_prefetch for group in reversed(target.groups))
+            self._gather_ahead(targets, None, None)
             return
         for group in reversed(unit.groups):
             ahead = self.order.next_in_backward(group)
         if unit.groups:
-            targets: Iterator[ParamGroup] = filter(attrgetter("options.unshard_in_backward"), ahead)
-            if self._starts_early:
-                targets = iter(wanted := [*islice(targets, self.prefetch_limit + 1)])
-            self._gather_ahead(targets, self.prefetch_limit)
-            if self._starts_early:
-                self._start_early(wanted)
+            wanted = filter(attrgetter("options.unshard_in_backward"), ahead)
+            self._gather_ahead(wanted, self.prefetch_limit, self.prefetch_bytes)
 
     def end_backward(self) -> None:
         """Reduce what still waits, wait for every reduction, and leave every group as a next step expects it."""
@@ -339,16 +335,19 @@ class Schedule:
         self.comm.reductions.drop()
         self.log.forget()
 
-    def _gather_ahead(self, targets: Iterable[ParamGroup], most: int | None) -> None:
-        """Start the first ``most`` gathers (``None``: all) of ``targets``. Shared memory has nothing to start."""
-        for group in islice(targets, most):
+    def _gather_ahead(self, targets: Iterable[ParamGroup], most: int | None, room: int | None) -> None:
+        """Start the gathers of the first ``most`` groups, and of those whose full buffers have ``room``; ``None`` is no
+        limit. The gather after them starts what comes before it: it then waits for no replica and no disk. Shared
+        memory has nothing to start."""
+        begins_next = self._starts_early and not (most is room is None)
+        for number, group in enumerate(islice(targets, most if most is None else most + begins_next)):
+            room = room if room is None else room - group.full.buffer.nbytes
+            if number == most or (room is not None and room < 0):
+                if begins_next:
+                    group.full.start_early()
+                return
             if group.shard.shared is None and not group.full.state.is_unsharded:
                 group.unshard()
-
-    def _start_early(self, targets: Iterable[ParamGroup]) -> None:
-        """Let the gather after those that are gathered ahead no longer wait for other replicas, or for a disk."""
-        for group in islice(targets, self.prefetch_limit, self.prefetch_limit + 1):
-            group.full.start_early()
 
     def reduce(self, group: ParamGroup) -> None:
         """Start to reduce the gradients of ``group`` that wait."""
