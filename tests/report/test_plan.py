@@ -124,3 +124,18 @@ def test_a_plan_reads_as_tables() -> None:
 def test_changes_of_one_kind_are_one_row() -> None:
     again = [Change("a", 1, 0.5), Change("a", 2, 0.25), Change("b", 1, 0.0), Change("a", 1, 0.0)]
     assert shortened(again) == (Change("a (2 times)", 3, 0.75), Change("b", 1, 0.0), Change("a", 1, 0.0))
+
+
+@ranks(1)
+def test_a_plan_is_refused_where_it_would_not_be_what_it_says(world: World) -> None:
+    plan = replace(PLAN, ranks=1, elements=sum(param.numel() for param in WORK.build().parameters()))
+    with pytest.raises(ValueError, match="was made for 2 ranks, and this job has 1"):
+        PLAN.apply(WORK.build())
+    with pytest.raises(ValueError, match=r"with [\d,]+ elements in its parameters, and this Transformer has [\d,]+"):
+        replace(plan, elements=plan.elements + 1).apply(WORK.build())
+    for name, value in {"zero_stage": 2, "reshard_after_forward": True, "persistence_threshold": 1}.items():
+        with pytest.raises(ValueError, match=f"{name} is not an option of a plan"):
+            plan.apply(WORK.build(), **{name: value})
+    model = plan.apply(WORK.build())
+    with pytest.raises(ValueError, match="is sharded already"):
+        plan.apply(model)

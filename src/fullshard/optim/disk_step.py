@@ -199,9 +199,7 @@ def offload_state(optimizer: Optimizer) -> None:
         known, _ = _place_of(param)
         for name, value in state.items():
             if isinstance(value, DTensor) and value.shape == param.shape and value.placements != param.placements:
-                value = state[name] = value.redistribute(
-                    placements=param.placements
-                )  # of a model with other cuts
+                value = state[name] = value.redistribute(placements=param.placements)  # of a model with other cuts
             local = local_tensor(value)
             if isinstance(value, DTensor) and local.shape == known.local.shape and not isinstance(local, DiskTensor):
                 state[name] = _zeros(param, local.dtype, f"'{name}' ")

@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from fullshard.fully_shard import fully_shard
 from fullshard.offload_policy import CPUOffloadPolicy
 from fullshard.report.text import bytes_text, counted, seconds_text, table, wrapped
+from fullshard.schedule.unit import units_in
 from fullshard.torch_private import checkpointed
 
 #: What may be offloaded to the CPU, by the field ``offload`` of a plan.
@@ -71,6 +73,7 @@ class Plan:
         offload: what is on the CPU between uses: ``""``, ``"optimizer state"`` or ``"parameters"``.
         changes: how it was found: from the fastest plan on, what each change saves and costs.
         notes: what would fit with more ranks or less precision, and the numbers that were assumed.
+        elements: the number of elements of the model's parameters.
     """
 
     model: str
@@ -86,6 +89,7 @@ class Plan:
     offload: str = ""
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
+    elements: int = 0
 
     def apply(self, model: nn.Module, **options: Any) -> nn.Module:
         """Shards a model as planned, in place: wraps what is recomputed with torch's checkpoint wrapper, and calls
@@ -101,10 +105,12 @@ class Plan:
             the model.
 
         Raises:
-            ValueError: the model lacks a module of the plan; and whatever ``fully_shard`` raises.
+            ValueError: the plan was made for a different model or for more ranks, the model is sharded already, or an
+                option is one that the plan decides; and whatever ``fully_shard`` raises.
 
         Ranks: all alike, with the same plan.
         """
+        self._check_use(model, options)
         known = dict(model.named_modules())
         names = [name for group in self.groups for name in group.modules] + [*self.recomputed]
         if missing := [name for name in names if name not in known]:
@@ -127,6 +133,27 @@ class Plan:
         sharded: Any = model
         sharded.set_prefetch_limit(self.prefetch)
         return model
+
+    def _check_use(self, model: nn.Module, options: Mapping[str, Any]) -> None:
+        """Raise ValueError where the plan would not be what it says."""
+        ranks = dist.get_world_size() if dist.is_initialized() else self.ranks
+        if units_in(model):
+            raise ValueError(f"this {type(model).__name__} is sharded already: apply the plan to a model that is not")
+        if ranks < self.ranks:
+            raise ValueError(
+                f"the plan was made for {counted(self.ranks, 'rank')}, and this job has {ranks}, on which each rank "
+                f"needs more memory: call fullshard.fit again"
+            )
+        elements = sum(param.numel() for param in model.parameters())
+        if self.elements not in (0, elements):
+            raise ValueError(
+                f"the plan was made for a {self.model} with {self.elements:,} elements in its parameters, and this "
+                f"{type(model).__name__} has {elements:,}: call fullshard.fit for it"
+            )
+        decided = {"zero_stage", "reshard_after_forward", "auto_wrap_policy", "persistence_threshold"}
+        decided |= {"offload_policy"} if self.offload else set()
+        if found := decided & set(options):
+            raise ValueError(f"{min(found)} is not an option of a plan, which decides it: change the plan")
 
     def to_json(self) -> str:
         """The plan as JSON, for :meth:`from_json`.

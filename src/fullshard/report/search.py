@@ -151,8 +151,8 @@ def fit(
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise ValueError(f"mesh must be a DeviceMesh in a job, got {mesh!r}")
         return Search(model, sample_inputs, optimizer_bytes, loss, mesh, mp_policy, hardware or {}).plan(size)
-    if ranks is None or ranks < 1:
-        raise RuntimeError(f"this process is not a rank of a job: give fit() the number of ranks, got ranks={ranks}")
+    if type(ranks) is not int or ranks < 1:
+        raise RuntimeError(f"this process is not a rank of a job: give fit() the number of ranks, got ranks={ranks!r}")
     if isinstance(mesh, DeviceMesh):
         raise ValueError("a DeviceMesh belongs to a job: where ranks are simulated, give its sizes, such as (2, 4)")
 
@@ -297,6 +297,7 @@ class Search:
             offload=OFFLOADS[choice.offload],
             changes=shortened(changes),
             notes=(f"Assumed: {self._hardware}",),
+            elements=sum(param.numel() for param in self._model.parameters()),
         )
 
     def _sharded(self, choice: _Choice, recomputed: Sequence[str]) -> nn.Module:
@@ -443,7 +444,17 @@ def _on_meta(model: nn.Module) -> nn.Module:
     for tensor in [*model.parameters(), *model.buffers()]:
         made = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except Exception:  # a lock, an open file, a generator: what cannot be copied is shared with the model
+        for name, value in [each for module in model.modules() for each in vars(module).items()]:
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:
+                memo[id(value)] = value
+        return copy.deepcopy(model, memo)
 
 
 def _counts(block: nn.Module) -> bool:
