@@ -140,3 +140,14 @@ def test_the_doctor_warns_of_file_systems_in_memory_and_of_full_ones() -> None:
 
 def test_the_type_of_a_file_system_is_that_of_the_innermost_mount() -> None:
     assert _file_system(Path("/proc/self")) == "proc"
+
+
+@ranks(1)
+def test_the_doctor_knows_a_disk_whose_directory_is_gone(world: World, tmp_path: Path) -> None:
+    directory = tmp_path / "gone"
+    model = build(fullshard.DiskOffloadPolicy(directory))
+    directory.rmdir()
+    (found,) = (disk for disk in Facts().disks if disk[0] == str(directory))
+    assert found[1] >= 4 * 4 * WIDTH**2
+    assert found[2] > 0
+    assert model is not None

@@ -329,10 +329,12 @@ class GatheredBuffer(FullBuffer):
         self._shard.stage(self._staging)
 
     def start_early(self) -> None:
-        if self._shard.on_disk and self.state is State.SHARDED:  # a gather under way still reads its staging
-            self._read_ahead()
-            return
         values, shard = (self._group.step.forwards, self.count_writes()), self._shard
+        if shard.on_disk:
+            is_there = self.buffer.slot is not None and self._values == values  # a backward uses it again
+            if self.state is State.SHARDED and not is_there:  # a gather under way still reads its staging
+                self._read_ahead()
+            return
         if shard.replica is None or shard.replica.has(values):
             return
         if shard.needs_staging:

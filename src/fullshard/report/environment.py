@@ -127,8 +127,8 @@ def _free_shared_memory() -> int:
 def _disks_in_use() -> list[tuple[str, int, int, str]]:
     found = []
     for file in DiskFile.opened():
-        path = file.directory.absolute()
-        found.append((str(path), file.nbytes, shutil.disk_usage(path).free, _file_system(path)))
+        path, room = file.directory.absolute(), os.fstatvfs(file.fd)  # the directory itself may be gone
+        found.append((str(path), file.nbytes, room.f_bavail * room.f_frsize, _file_system(path)))
     return found
 
 

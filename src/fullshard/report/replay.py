@@ -235,8 +235,7 @@ class Replay:
         group, buffer, from_post_forward = self._groups[at], self._fulls[at], at in self._post_forward
         if at in self._state:
             return
-        reuses = self._during == "backward" and buffer.slot is not None and at in self._values
-        self._state[at] = "whole" if reuses or group.shares else "gathering"
+        self._state[at] = "whole" if self._reuses(at) or group.shares else "gathering"
         if not (group.shares or group.is_full):
             buffer.take()
         if self._state[at] == "whole":
@@ -252,6 +251,14 @@ class Replay:
         if group.communicates:
             self._record("gather", at, exchange.sent, group.post_forward or 1 if from_post_forward else group.ranks)
         self._note_peak()
+
+    def _reuses(self, at: int) -> bool:
+        """Whether backward finds the values of forward in the buffer."""
+        return self._during == "backward" and self._fulls[at].slot is not None and at in self._values
+
+    def _reads_ahead(self, at: int) -> bool:
+        group = self._groups[at]
+        return group.is_host and bool(group.offloaded.shard) and group.offloaded.place == ON_DISK
 
     def _stage(self, at: int) -> None:
         if not self._copies[at].in_use:  # what was read ahead from a disk
@@ -299,7 +306,7 @@ class Replay:
         group = self._groups[at]
         if group.is_host and group.shards_replicas:
             self._start_replica(at)
-        elif group.is_host and group.offloaded.shard and group.offloaded.place == ON_DISK and at not in self._state:
+        elif self._reads_ahead(at) and at not in self._state and not self._reuses(at):
             self._stage(at)
             self._note_peak()
 
