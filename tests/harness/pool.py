@@ -35,7 +35,7 @@ _PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
 ]
-_GRACE = 5.0
+_GRACE = 10.0
 """Seconds that the other ranks get to end by themselves once a rank has failed."""
 _STARTING = 120.0
 """Seconds that ranks get to import torch; they do not count for the first test."""
