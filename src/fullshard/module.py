@@ -242,7 +242,7 @@ class FSDPModule:
                 unit.schedule.size_slots()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set ``reshard_after_backward``: if ``False``, a next forward before the step gathers nothing."""
+        """Set ``reshard_after_backward``: if ``False``, a forward before the next step gathers nothing."""
         _switch(self, recurse, "set_reshard_after_backward", after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:

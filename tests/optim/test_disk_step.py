@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +189,13 @@ def test_optimizers_that_step_in_backward_read_ahead_what_is_there_then(
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as directory:
         patch.setattr(disk_step, "BLOCK", 1 << 14)
         patch.setattr("fullshard.disk.file.BLOCK", 1 << 14)
-        used, take = list[bool](), disk_step._Ahead.take
-        patch.setattr(disk_step._Ahead, "take", lambda *given: used.append(bool(found := take(*given))) or found)
+        used, take = list[bool](), disk_step.DiskStep._take_ahead
+
+        def note(*given: Any) -> Any:
+            used.append(bool(found := take(*given)))
+            return found
+
+        patch.setattr(disk_step.DiskStep, "_take_ahead", note)
         found = [
             train_in_backward(build(policy), world, change)
             for policy in (OffloadPolicy(), DiskOffloadPolicy(directory, **SHARES[shares]))
@@ -242,3 +249,20 @@ def test_a_step_uses_memory_again_and_no_more_than_it_may(world: World) -> None:
         assert sum(nbytes for _, nbytes in set(taken)) <= 1 << 19
         assert len(taken) > 4 * len(set(taken))
         assert file.staging._nbytes <= 1 << 19
+
+
+@ranks(1)
+def test_nothing_that_was_read_ahead_outlives_the_model(world: World) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        model = build(DiskOffloadPolicy(directory))
+        optimizers = [torch.optim.AdamW([param], lr=0.01) for param in model.parameters()]
+        for _ in range(3):
+            model(torch.ones(1, 96)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        values(model, optimizers[-1])  # waits for what is still written
+        lives = weakref.ref(model), *map(weakref.ref, model.parameters())
+        del model, optimizer, optimizers
+        gc.collect()
+        assert [live() for live in lives] == [None] * len(lives)

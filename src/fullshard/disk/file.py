@@ -62,6 +62,11 @@ class Work:
     def __init__(self, blocks: Sequence[Future[None]] = ()) -> None:
         self.blocks = blocks
 
+    @classmethod
+    def of(cls, works: Iterable[Work]) -> Work:
+        """The blocks of several."""
+        return cls([block for work in works for block in work.blocks])
+
     @property
     def is_done(self) -> bool:
         """Whether none is under way."""
@@ -129,7 +134,7 @@ class DiskFile:
         self.staging = Staging(staging_bytes)
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # where regions begin that are free, by size
         self._behind: deque[tuple[Work, int]] = deque()
-        self.lock = threading.RLock()  # a region may be freed, by a collection, while another is allocated
+        self._lock = threading.RLock()  # a region may be freed, by a collection, while another is allocated
         self._local, self._process = threading.local(), os.getpid()
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -162,7 +167,7 @@ class DiskFile:
     def allocate(self, numel: int, dtype: torch.dtype, what: str) -> Region:
         """A region for ``numel`` elements; ``what`` names the tensor in errors. Raises DiskError: the disk is full."""
         size = -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        with self.lock:
+        with self._lock:
             if self._free[size]:
                 return Region(self, self._free[size].pop(), size, numel, dtype, what)
             start = self.nbytes
@@ -177,7 +182,7 @@ class DiskFile:
 
     def free(self, start: int, size: int) -> None:
         """Let other tensors have a region. Nothing is under way there: it would refer to the region."""
-        with self.lock:
+        with self._lock:
             self._free[size].append(start)
 
     def submit(self, verb: str, move: Callable[[int], None], blocks: Sequence[int]) -> Work:

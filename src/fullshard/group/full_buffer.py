@@ -311,7 +311,7 @@ class GatheredBuffer(FullBuffer):
             self.start_early()
             shard.replica.finish()
         elif shard.on_disk:
-            self._read_ahead()
+            self._read_ahead(self._values)
             self._staged = None
             shard.finish_reading()
         elif shard.needs_staging:
@@ -333,7 +333,7 @@ class GatheredBuffer(FullBuffer):
         if shard.on_disk:
             is_there = self.buffer.slot is not None and self._values == values  # a backward uses it again
             if self.state is State.SHARDED and not is_there:  # a gather under way still reads its staging
-                self._read_ahead()
+                self._read_ahead(values)
             return
         if shard.replica is None or shard.replica.has(values):
             return
@@ -343,9 +343,8 @@ class GatheredBuffer(FullBuffer):
             self._stage()
         shard.replica.start(shard.staged_views if shard.needs_staging else shard.views, values)
 
-    def _read_ahead(self) -> None:
-        """Start to read the shard from a disk, unless what was read ahead is what it has now."""
-        values = self._group.step.forwards, self.count_writes()
+    def _read_ahead(self, values: object) -> None:
+        """Start to read the shard from a disk, unless these ``values`` were read ahead."""
         if self._staged == values:
             return
         self._give_staging_back()

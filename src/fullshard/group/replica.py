@@ -1,4 +1,4 @@
-"""What a replica has of a group whose shards are cut again over the replicas, while a step runs.
+"""The shard of a replica and its reduced gradients during a step, for groups that are sharded over replicas too.
 
 Between steps each rank has a part of its replica's shard. :class:`ReplicaShard` is that shard, gathered over the
 replicas once for each optimizer step. :class:`ReplicaGradients` are the gradients that the ranks of a replica have

@@ -174,7 +174,7 @@ class ShardBuffer:
                 continue
             for index, chunk in chunk_views(group.params, section.members, section.plan, staged, group.own_rank):
                 reads.append(self._read(self.on_disk[index].region, in_memory_order(chunk)))
-        self._reads = Work([block for read in reads for block in read.blocks])
+        self._reads = Work.of(reads)
 
     def _read(self, region: Region, staged: torch.Tensor) -> Work:
         device = self._group.device

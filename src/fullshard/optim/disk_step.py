@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -95,7 +95,7 @@ class _Piece:
             else:
                 in_memory_order(place)[self.start : self.stop] = value
         del self.twin, self.state
-        work = Work([block for each in writes for block in each.blocks])
+        work = Work.of(writes)
         self.disk.staging.give_back(self.memory, work)
         self.disk.bound(work, len(writes) * numel * local.itemsize)
 
@@ -115,79 +115,87 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def step_on_disk(optimizer: Optimizer, params: Mapping[torch.Tensor, int]) -> None:
-    """Make a step for parameters whose state is on a disk, given with the index of their group in the optimizer.
+class DiskStep:
+    """The steps of one optimizer on parameters whose state is on a disk.
 
-    Raises DiskError. The step is then lost, and perhaps made in part.
+    Optimizers may step one after another, such as one for each parameter in backward. Then each starts to read what the
+    one that came after it the last time needs first. At most one of them has something that was read ahead.
+
+    Args:
+        params: the parameters, each with the index of its group in the optimizer.
     """
-    offload_state(optimizer)
-    buckets = list(_buckets(_pieces(params, with_grad=True)))
-    run, states = _step_of(type(optimizer)), optimizer.state
-    before = {param: _numbers_copied(states.get(param, {}), local_tensor(param.detach())) for param in params}
-    following = _Ahead.follow(optimizer, params)
-    if buckets:
-        buckets[0] = _Ahead.take(optimizer, buckets[0]) or _load(buckets[0], before)
-    for number, bucket in enumerate(buckets):
-        for piece in bucket:
-            piece.begin(states[piece.param], before[piece.param])
-        if number + 1 < len(buckets):
-            _load(buckets[number + 1], before)
-        elif following is not None:
-            _Ahead.load(following)
-        for piece in bucket:
-            for read in piece.reads:
-                read.wait()
-        run(_optimizer_of(optimizer, bucket))
-        for piece in bucket:
-            piece.store(states[piece.param])
 
+    _last: ClassVar[weakref.ref[DiskStep] | None] = None  # the one that stepped last
+    _reader: ClassVar[weakref.ref[DiskStep] | None] = None  # the one for which something is read ahead
 
-class _Ahead:
-    """What is read ahead where optimizers step one after another, such as one for each parameter in backward."""
+    def __init__(self, params: Mapping[torch.Tensor, int]) -> None:
+        self._params = params
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._following: weakref.ref[DiskStep] | None = None
+        self._ahead: list[_Piece] = []
 
-    _previous: ClassVar[weakref.ref[Optimizer] | None] = None
-    _following: ClassVar = weakref.WeakKeyDictionary[Optimizer, weakref.ref[Optimizer]]()
-    _params: ClassVar = weakref.WeakKeyDictionary[Optimizer, Mapping[Any, int]]()
-    _bucket: ClassVar[tuple[weakref.ref[Optimizer], list[_Piece]] | None] = None
+    def run(self, optimizer: Optimizer) -> None:
+        """Make a step. Raises DiskError; the step is then lost, and perhaps made in part."""
+        offload_state(optimizer)
+        self._optimizer = weakref.ref(optimizer)
+        buckets = list(_buckets(_pieces(self._params, with_grad=True)))
+        step, states = _step_of(type(optimizer)), optimizer.state
+        before = {param: _numbers_copied(states.get(param, {}), local_tensor(param.detach())) for param in self._params}
+        following = self._follow()
+        if buckets:
+            buckets[0] = self._take_ahead(buckets[0], states) or _load(buckets[0], before)
+        for number, bucket in enumerate(buckets):
+            for piece in bucket:
+                piece.begin(states[piece.param], before[piece.param])
+            if number + 1 < len(buckets):
+                _load(buckets[number + 1], before)
+            elif following is not None:
+                following._read_ahead()
+            for piece in bucket:
+                Work.of(piece.reads).wait()
+            step(_optimizer_of(optimizer, bucket))
+            for piece in bucket:
+                piece.store(states[piece.param])
 
-    @classmethod
-    def follow(cls, optimizer: Optimizer, params: Mapping[Any, int]) -> Optimizer | None:
-        """The optimizer that came after this one when it stepped last, if it is a different one."""
-        previous = None if cls._previous is None else cls._previous()
-        if isinstance(previous, Optimizer) and previous is not optimizer:
-            cls._following[previous] = weakref.ref(optimizer)
-        cls._previous, cls._params[optimizer] = weakref.ref(optimizer), params
-        return cls._following.get(optimizer, lambda: None)()
+    def _follow(self) -> DiskStep | None:
+        """Note what follows what. Returns the one that came after this one the last time, if it is a different one."""
+        last, DiskStep._last = _alive(DiskStep._last), weakref.ref(self)
+        if last is not None and last is not self:
+            last._following = weakref.ref(self)
+        return _alive(self._following)
 
-    @classmethod
-    def load(cls, optimizer: Optimizer) -> None:
-        """Start to read what the next step of an optimizer needs first, without gradients."""
-        cls._drop()
-        for bucket in _buckets(_pieces(cls._params.get(optimizer, {}), with_grad=False)):
-            cls._bucket = weakref.ref(optimizer), _load(bucket, optimizer.state)
-            return
+    def _read_ahead(self) -> None:
+        """Start to read what the next step needs first, without gradients."""
+        if (reader := _alive(DiskStep._reader)) is not None:
+            reader._drop()
+        optimizer, bucket = _alive(self._optimizer), next(_buckets(_pieces(self._params, with_grad=False)), [])
+        if optimizer is not None:
+            self._ahead, DiskStep._reader = _load(bucket, optimizer.state), weakref.ref(self)
 
-    @classmethod
-    def take(cls, optimizer: Optimizer, wanted: Sequence[_Piece]) -> list[_Piece] | None:
-        """What was read ahead, if it is what the optimizer wants and nobody has written to it since."""
-        if cls._bucket is None or cls._bucket[0]() is not optimizer:
-            return None
-        found = cls._bucket[1]
+    def _take_ahead(self, wanted: Sequence[_Piece], states: Mapping[Any, Any]) -> list[_Piece]:
+        """What was read ahead, if it is what the step wants and nobody has written to it since."""
+        found = self._ahead
         is_same = [each.span for each in found] == [each.span for each in wanted] and all(
-            each.sources == _sources(each.param, optimizer.state.get(each.param, {})) for each in found
+            each.sources == _sources(each.param, states.get(each.param, {})) for each in found
         )
         if not is_same:
-            cls._drop()
-            return None
-        cls._bucket = None
+            self._drop()
+            return []
+        self._ahead = []
         return found
 
-    @classmethod
-    def _drop(cls) -> None:
+    def _drop(self) -> None:
         """Give back what was read ahead and not used."""
-        (_, pieces), cls._bucket = cls._bucket or (None, []), None
+        pieces, self._ahead = self._ahead, []
         for piece in pieces:
-            piece.disk.staging.give_back(piece.memory, Work([block for read in piece.reads for block in read.blocks]))
+            piece.disk.staging.give_back(piece.memory, Work.of(piece.reads))
+
+
+_T = TypeVar("_T")
+
+
+def _alive(reference: weakref.ref[_T] | None) -> _T | None:
+    return None if reference is None else reference()
 
 
 def offload_state(optimizer: Optimizer) -> None:

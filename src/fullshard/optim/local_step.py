@@ -34,7 +34,7 @@ from fullshard import torch_private
 from fullshard.group.owners import owner_of
 from fullshard.group.parameter import ShardedParameter, local_tensor
 from fullshard.group.ragged import is_ragged
-from fullshard.optim.disk_step import is_on_disk, step_on_disk, substitute_for, twin_of
+from fullshard.optim.disk_step import DiskStep, is_on_disk, substitute_for, twin_of
 from fullshard.torch_private import local_of, spec_of
 
 #: The classes of torch that compute element by element. Exactly these: a subclass may do anything.
@@ -127,7 +127,7 @@ class _LocalStep:
             self._take_back()
             return None
         if self._on_disk:
-            step_on_disk(optimizer, self._on_disk)
+            self._disk_step.run(optimizer)
         substitute = substitute_for(optimizer, self._substitutes, self._state)
         # The substitute is freed after the step. If the step raises, that is what ends it.
         self._running = weakref.ref(substitute, partial(self._abandon, weakref.ref(optimizer)))
@@ -154,6 +154,7 @@ class _LocalStep:
         self._by_param, self._lent = {}, []
         twins: dict[Any, _Link] = {}
         self._on_disk = {each: at for at, group in enumerate(groups) for each in filter(is_on_disk, group)}
+        self._disk_step = DiskStep(self._on_disk)
         if self._needs_whole:
             _check_parts(self._name, _sharded(groups), None)
         if self._on_disk and not self._is_elementwise:

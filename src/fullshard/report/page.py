@@ -292,7 +292,11 @@ def _lanes(rank: RankTrace) -> str:
 
 def _parts_of(some: Sequence[RankTrace]) -> list[str]:
     """The parts of a step that are shown."""
-    return [part for part in palette.TIME if part != "disk" or any(shares(rank).disk for rank in some)]
+    return [
+        part
+        for part in palette.TIME
+        if part != "disk" or any(span.lane == part for rank in some for span in rank.spans)
+    ]
 
 
 def _shares_table(some: Sequence[RankTrace]) -> tuple[list[str], list[list[str]]]:

@@ -447,14 +447,17 @@ def _on_meta(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, dict(memo))
     except Exception:  # a lock, an open file, a generator: what cannot be copied is shared with the model
-        for name, value in [each for module in model.modules() for each in vars(module).items()]:
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
+        return copy.deepcopy(model, {**memo, **{id(value): value for value in _uncopyable(model, memo)}})
+
+
+def _uncopyable(model: nn.Module, memo: dict[int, Any]) -> Iterator[Any]:
+    """The attributes of a model's modules that cannot be copied."""
+    for name, value in [each for module in model.modules() for each in vars(module).items()]:
+        if name not in ("_parameters", "_buffers", "_modules"):
             try:
                 copy.deepcopy(value, dict(memo))
             except Exception:
-                memo[id(value)] = value
-        return copy.deepcopy(model, memo)
+                yield value
 
 
 def _counts(block: nn.Module) -> bool:
