@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import DiskError, DiskOffloadPolicy, OffloadPolicy, checkpoint, fully_shard
-from fullshard.disk.file import DiskFile
+from fullshard.disk.file import DiskFile, Staging
 from fullshard.disk.tensor import DiskTensor
 from fullshard.optim import disk_step, local_step
 from tests.harness import World, ranks
@@ -249,6 +249,29 @@ def test_a_step_uses_memory_again_and_no_more_than_it_may(world: World) -> None:
         assert sum(nbytes for _, nbytes in set(taken)) <= 1 << 19
         assert len(taken) > 4 * len(set(taken))
         assert file.staging._nbytes <= 1 << 19
+
+
+@ranks(1)
+def test_memory_of_different_sizes_is_bounded_too(world: World) -> None:
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        model: Any = nn.Sequential(*(nn.Linear(192 + 4 * at, 196 + 4 * at) for at in range(24)))
+        fully_shard(model, offload_policy=DiskOffloadPolicy(directory, staging_bytes=1 << 22))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        alive, most, take = list[tuple[weakref.ref[Any], int]](), list[int](), Staging.take
+
+        def note(staging: Staging, *given: Any) -> Tensor:
+            memory = take(staging, *given)
+            alive.append((weakref.ref(memory.untyped_storage()), memory.nbytes))
+            most.append(sum(nbytes for storage, nbytes in alive if storage() is not None))
+            return memory
+
+        patch.setattr(Staging, "take", note)
+        for _ in range(3):
+            model(torch.ones(1, 192)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(alive) > 100
+        assert max(most) <= 1 << 22
 
 
 @ranks(1)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard
 from fullshard.torch_private import local_of
@@ -429,3 +430,49 @@ def test_state_that_is_a_tensor_is_not_lost_when_it_is_replaced(world: World) ->
                 optimizer.state[key] = optimizer.state[key] * 2
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
+class Devices(TorchDispatchMode):
+    """Notes the devices of the tensors that are written in place, where they change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], torch.Tensor) and args[0].ndim and func.__name__.split(".")[0].endswith("_"):
+            device = args[0].device.type
+            if self.found[-1:] != [device]:
+                self.found.append(device)
+        return func(*args, **(kwargs or {}))
+
+
+@ranks(1)
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("several_groups", [False, True])
+def test_what_is_on_a_device_steps_before_what_is_on_the_cpu(world: World, cls: Any, several_groups: bool) -> None:
+    """Its kernels then run while the CPU updates. Here the device is meta, which has no values."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = nn.Sequential(*copy.deepcopy(plain), *(nn.Linear(4, 4, device="meta") for _ in range(2)))
+    for layer in model:
+        fullshard.fully_shard(layer)
+    optimizers = []
+    for each in (plain, model):
+        params = list(each.parameters())
+        groups = [{"params": [param], "lr": 0.1 * at} for at, param in enumerate(params)]
+        optimizers.append(cls(groups if several_groups else params))
+    for _ in range(3):
+        for param in (*plain.parameters(), *model.parameters()):
+            param.grad = torch.ones_like(param)
+        optimizers[0].step()
+        with Devices() as devices:
+            optimizers[1].step()
+        assert devices.found[-2:] == ["meta", "cpu"]
+        assert devices.found.count("cpu") == 1 or cls is torch.optim.Adagrad
+    assert_same(plain.parameters(), map(local, list(model.parameters())[:4]))
+    for param in model.parameters():
+        assert {name: type(value) for name, value in optimizers[1].state[param].items()} == {
+            name: DTensor if value.ndim else torch.Tensor
+            for name, value in optimizers[0].state[next(plain.parameters())].items()
+        }

@@ -28,12 +28,14 @@ from typing import ClassVar
 import torch
 import xxhash
 
+from fullshard.buffer.heap import return_large
+
 #: Bytes of a block.
 BLOCK = 1 << 22
 #: To what offsets, lengths and addresses must be aligned that bypass the page cache.
 _ALIGNMENT = 4096
 #: Threads of a file that read, and as many that write. While one waits for the disk, the other computes checksums.
-_THREADS = 2
+THREADS = 2
 
 
 class DiskError(OSError):
@@ -143,7 +145,7 @@ class DiskFile:
             why = f"the file for offloaded values cannot be made in {directory}: {error.strerror}"
             raise DiskError(error.errno, f"{why}. Give DiskOffloadPolicy a directory that can be written") from error
         #: Reads do not queue behind writes: a step waits for them.
-        self._threads = {verb: ThreadPoolExecutor(_THREADS, f"fullshard.{verb}") for verb in ("read", "write")}
+        self._threads = {verb: ThreadPoolExecutor(THREADS, f"fullshard.{verb}") for verb in ("read", "write")}
         weakref.finalize(self, _close, self.fd, self._threads.values())
 
     @staticmethod
@@ -167,6 +169,7 @@ class DiskFile:
     def allocate(self, numel: int, dtype: torch.dtype, what: str) -> Region:
         """A region for ``numel`` elements; ``what`` names the tensor in errors. Raises DiskError: the disk is full."""
         size = -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        return_large()
         with self._lock:
             if self._free[size]:
                 return Region(self, self._free[size].pop(), size, numel, dtype, what)
@@ -202,7 +205,7 @@ class DiskFile:
     def bounce(self) -> memoryview:
         """The buffer of the thread that calls."""
         if not hasattr(self._local, "buffer"):
-            self._local.buffer = memoryview(mmap.mmap(-1, BLOCK))
+            self._local.buffer = memoryview(mmap.mmap(-1, BLOCK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         buffer: memoryview = self._local.buffer
         return buffer
 

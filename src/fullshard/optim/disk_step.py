@@ -94,9 +94,10 @@ class _Piece:
                 writes.append(place.region.write(value, self.start))
             else:
                 in_memory_order(place)[self.start : self.stop] = value
+        memory, self.memory = self.memory, []
         del self.twin, self.state
         work = Work.of(writes)
-        self.disk.staging.give_back(self.memory, work)
+        self.disk.staging.give_back(memory, work)
         self.disk.bound(work, len(writes) * numel * local.itemsize)
 
 
@@ -139,7 +140,7 @@ class DiskStep:
         offload_state(optimizer)
         self._optimizer = weakref.ref(optimizer)
         buckets = list(_buckets(_pieces(self._params, with_grad=True)))
-        step, states = _step_of(type(optimizer)), optimizer.state
+        step, states = step_of(type(optimizer)), optimizer.state
         before = {param: _numbers_copied(states.get(param, {}), local_tensor(param.detach())) for param in self._params}
         following = self._follow()
         if buckets:
@@ -188,7 +189,8 @@ class DiskStep:
         """Give back what was read ahead and not used."""
         pieces, self._ahead = self._ahead, []
         for piece in pieces:
-            piece.disk.staging.give_back(piece.memory, Work.of(piece.reads))
+            memory, piece.memory = piece.memory, []
+            piece.disk.staging.give_back(memory, Work.of(piece.reads))
 
 
 _T = TypeVar("_T")
@@ -306,7 +308,7 @@ def _optimizer_of(optimizer: Optimizer, bucket: Sequence[_Piece]) -> Optimizer:
     return substitute_for(optimizer, params, defaultdict(dict, {piece.twin: piece.state for piece in bucket}))
 
 
-def _step_of(cls: type[Optimizer]) -> Callable[[Optimizer], object]:
+def step_of(cls: type[Optimizer]) -> Callable[[Optimizer], object]:
     """The step of a class without the hooks that torch wraps around it."""
     step: Any = cls.step
     inside: Callable[[Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step

@@ -34,7 +34,7 @@ from fullshard import torch_private
 from fullshard.group.owners import owner_of
 from fullshard.group.parameter import ShardedParameter, local_tensor
 from fullshard.group.ragged import is_ragged
-from fullshard.optim.disk_step import DiskStep, is_on_disk, substitute_for, twin_of
+from fullshard.optim.disk_step import DiskStep, is_on_disk, step_of, substitute_for, twin_of
 from fullshard.torch_private import local_of, spec_of
 
 #: The classes of torch that compute element by element. Exactly these: a subclass may do anything.
@@ -99,9 +99,10 @@ class _LocalStep:
     def __init__(self, optimizer: Optimizer, whole: bool = False, by_blocks: bool = False) -> None:
         self._running: weakref.ref[Optimizer] | None = None
         self._needs_whole, self._name = whole, type(optimizer).__name__
-        self._is_elementwise = not (whole or by_blocks)
+        self._is_elementwise, self._is_torchs = not (whole or by_blocks), type(optimizer) in _ELEMENTWISE
         self._on_disk: dict[torch.Tensor, int] = {}  # parameters whose state is, and which group has each
         self._by_param: dict[Any, _Link] = {}
+        self._on_device: list[list[torch.Tensor]] = []  # what steps first, where a part is on the CPU
         self._build([])
         self.handle = optimizer.register_step_pre_hook(self._begin)
         after = optimizer.register_step_post_hook(self._after)
@@ -128,6 +129,8 @@ class _LocalStep:
             return None
         if self._on_disk:
             self._disk_step.run(optimizer)
+        if self._on_device:  # its kernels run while the CPU updates the rest
+            step_of(type(optimizer))(substitute_for(optimizer, self._on_device, self._state))
         substitute = substitute_for(optimizer, self._substitutes, self._state)
         # The substitute is freed after the step. If the step raises, that is what ends it.
         self._running = weakref.ref(substitute, partial(self._abandon, weakref.ref(optimizer)))
@@ -179,6 +182,11 @@ class _LocalStep:
             [twins[param][2] if param in twins else param for param in group if param not in self._on_disk]
             for group in groups
         ]
+        self._on_device = []
+        places = {param.is_cpu for param in chain.from_iterable(self._substitutes)}
+        if len(places) == 2 and self._is_torchs:
+            self._on_device = [[param for param in group if not param.is_cpu] for group in self._substitutes]
+            self._substitutes = [[param for param in group if param.is_cpu] for group in self._substitutes]
 
     def _adopt_state(self, optimizer: Optimizer) -> bool:
         """Make the local state, keyed by twins. Returns whether that is possible for all state."""
