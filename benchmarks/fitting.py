@@ -1,6 +1,7 @@
 """Whether the plans of ``fullshard.fit`` fit: what is predicted beside what the kernel counts, and beside other plans.
 
     python -m benchmarks.fitting [MODEL ...]      # peaks of a step for budgets from roomy to the smallest
+    python -m benchmarks.fitting disk [MODEL ...]   # the same below the smallest, with a disk, as far as that goes
     python -m benchmarks.fitting speed [MODEL ...]  # seconds of a step beside those of plans that were made by hand
 
 For each model, number of ranks and transport a plan is made for each budget, on the ranks themselves, and trains some
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -152,11 +154,12 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments[:1] == ["speed"]:
         return _speed(arguments[1:] or ["Llama", "ResNet"])
+    has_disk = arguments[:1] == ["disk"]
     head = ["model", "ranks", "transport", "budget", "predicted", "measured", "ratio", "fits", "plan"]
     rows = []
-    for name in arguments or CASES:
+    for name in arguments[has_disk:] or CASES:
         for ranks, transport in _WORLDS:
-            for plan in run_ranks(make_plans, ranks, name, transport)[0]:
+            for plan in run_ranks(make_plans, ranks, name, transport, has_disk)[0]:
                 measured = max(run_ranks(measure_peak, ranks, name, transport, plan))
                 rows.append(
                     [
@@ -178,24 +181,34 @@ def main() -> None:
 def short(plan: Plan) -> str:
     """A plan in a few words."""
     freed, again = sum(group.reshards for group in plan.groups), len(plan.recomputed)
-    return f"{len(plan.groups)} groups, {freed} freed, {again} recomputed, {plan.prefetch} ahead"
+    shares = f", {plan.offloaded_state:.0%} of state and {plan.offloaded_parameters:.0%} of parameters offloaded"
+    text = f"{len(plan.groups)} groups, {freed} freed, {again} recomputed, {plan.prefetch} ahead"
+    return text + (shares if plan.offloaded_state else "")
 
 
-def make_plans(name: str, transport: str) -> list[Plan]:
-    """The plan for each budget; the smallest budget is the bound of a refusal."""
-    search = _search(name, transport)
-    most = search.plan(2**40).needed
-    try:
-        raise AssertionError(search.plan(2**20))
-    except DoesNotFitError as error:
-        least = error.smallest
+def make_plans(name: str, transport: str, has_disk: bool = False) -> list[Plan]:
+    """The plan for each budget; the smallest budget is the bound of a refusal. With a disk the largest one is the
+    smallest without it."""
+    search = _search(name, transport, has_disk=has_disk)
+    most, least = search.plan(2**40).needed, _bound(search)
+    if has_disk:
+        most = _bound(_search(name, transport))
     return [search.plan(round(least + share * (most - least))) for share in _BETWEEN[dist.get_world_size() > 1 :]]
 
 
-def _search(name: str, transport: str, is_small: bool = False) -> Search:
+def _bound(search: Search) -> int:
+    """The smallest memory, as a refusal says it."""
+    try:
+        raise AssertionError(search.plan(2**20))
+    except DoesNotFitError as error:
+        return error.smallest
+
+
+def _search(name: str, transport: str, is_small: bool = False, has_disk: bool = False) -> Search:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     case, precision = CASES[name], fullshard.MixedPrecisionPolicy()
-    return Search(case.build(is_small), case.batch(is_small), ADAM, None, None, precision, {})
+    disk = tempfile.gettempdir() if has_disk else ""
+    return Search(case.build(is_small), case.batch(is_small), ADAM, None, None, precision, {}, disk)
 
 
 def measure_peak(name: str, transport: str, plan: Plan) -> float:
@@ -246,11 +259,7 @@ def _measure_speed(name: str, transport: str) -> dict[str, float]:
     """Seconds of a step by plan, in half of the memory between the smallest plan and the fastest: the median of the
     steps, in which the plans take turns."""
     search = _search(name, transport)
-    most = search.plan(2**40).needed
-    try:
-        raise AssertionError(search.plan(2**20))
-    except DoesNotFitError as error:
-        memory = round((error.smallest + most) / 2)
+    memory = round((_bound(search) + search.plan(2**40).needed) / 2)
     plan = search.plan(memory)
     blocks = search.blocks
     names = [(block,) for block in blocks] + [("",)]
@@ -260,7 +269,7 @@ def _measure_speed(name: str, transport: str) -> dict[str, float]:
         for share in (0.0, 0.25, 0.5, 0.75, 1.0):
             again = tuple(blocks[: round(share * len(blocks))]) if search.recomputes else ()
             stage = 3 if freed else 2
-            other = replace(plan, zero_stage=stage, groups=groups, recomputed=again, prefetch=1, offload="")
+            other = replace(plan, zero_stage=stage, groups=groups, recomputed=again, prefetch=1)
             if search.agreed(search.checked(other).most) <= memory:
                 plans[f"{'freed' if freed else 'whole'}, {len(again)} recomputed"] = other
     trained = {way: _trained(CASES[name], False, each) for way, each in plans.items()}

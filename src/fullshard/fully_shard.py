@@ -33,7 +33,7 @@ from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.verify import verify_parameters, verify_values
 from fullshard.meshes import data_mesh, default_mesh, shard_replicas
 from fullshard.module import ShardedModule, sharded_class
-from fullshard.offload_policy import CPUOffloadPolicy, OffloadPolicy
+from fullshard.offload_policy import CPUOffloadPolicy, DiskOffloadPolicy, OffloadPolicy
 from fullshard.optim.steps import watch_steps
 from fullshard.overlaps import refuse_overlaps
 from fullshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, as_setting
@@ -243,11 +243,12 @@ def add_group(
     tag = verify_parameters(params, data, policies_of_all)
     process_group = data.shard_group or data.replicate_group
     assert process_group is not None
-    offloads = isinstance(options.offload, CPUOffloadPolicy) and options.offload.parameters
+    offload = options.offload
+    offloads = isinstance(offload, (CPUOffloadPolicy, DiskOffloadPolicy)) and offload.parameters
     if offloads and unit.device.type != "cpu" and not backend_name(process_group, CPU):
         raise ValueError(
-            f"CPUOffloadPolicy keeps parameters and gradients on the CPU, where the process group has no backend, so "
-            f"clip_grad_norm_ and state dicts could not communicate: initialize it with both, as in "
+            f"{type(offload).__name__} keeps parameters and gradients as tensors of the CPU, where the process group "
+            f"has no backend, so clip_grad_norm_ and state dicts could not communicate: initialize it with both, as in "
             f"init_process_group('cpu:gloo,{unit.device.type}:nccl')"
         )
     watch_steps()

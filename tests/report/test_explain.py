@@ -65,6 +65,23 @@ def check(model: nn.Module, world: World) -> None:
     assert after.traffic == before.traffic
 
 
+@ranks(2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_small_group_at_the_end_keeps_no_memory_of_its_own(world: World, transport: str) -> None:
+    """Its gradients come first, and take a slot before those of larger groups are seen."""
+    os.environ |= {"FULLSHARD_TRANSPORT": transport, "FULLSHARD_CHECKS": "0"}
+    model: Any = nn.Sequential(nn.Linear(64, 300), nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 100))
+    for layer in model:
+        fullshard.fully_shard(layer, reshard_after_forward=True)
+    fullshard.fully_shard(model)
+    phases = {phase.name: phase.nbytes for phase in explain(model).memory}
+    SHARED.drop()
+    for _ in range(2):
+        model(torch.ones(4, 64)).sum().backward()
+        model.zero_grad()
+    assert phases["between steps"] - phases["at rest"] == model.free_buffers()
+
+
 @ranks(2, 3)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("front_end", ["fully_shard", "wrapper"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +54,9 @@ def test_a_plan_survives_json() -> None:
         ({"zero_stage": 2}, "'groups' must not reshard in stage 2"),
         ({"prefetch": -1}, "'prefetch' must be 0 or more"),
         ({"memory": 0}, "'memory' must be 1 or more"),
-        ({"offload": "all"}, "'offload' must be one of '', 'optimizer state', 'parameters'"),
+        ({"offloaded_state": 1.5}, "'offloaded_state' must be a share from 0 to 1, got 1.5"),
+        ({"offloaded_state": 0.25, "offloaded_parameters": 0.5}, "must be a share from 0 to offloaded_state, got 0.5"),
+        ({"staging_bytes": 0}, "'staging_bytes' must be 1 or more"),
         ({"recomputed": [""]}, "'recomputed' must not name the model itself"),
         ({"recomputed": [1]}, "'recomputed' must have strings"),
         ({"recomputed": "blocks.0"}, "'recomputed' must be a list"),
@@ -111,6 +115,29 @@ def test_a_plan_may_have_a_lower_stage(world: World, stage: int) -> None:
     model = Plan.from_json(replace(PLAN, zero_stage=stage, groups=groups).to_json()).apply(WORK.build())
     model(WORK.batch(world.rank, 0)).sum().backward()
     assert not any(group.reshards for group in fullshard.explain(model).groups)
+
+
+@ranks(2)
+def test_a_plan_offloads_the_shares_that_it_says(world: World) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        shares = {"offloaded_state": 1.0, "offloaded_parameters": 0.5, "offload_directory": directory}
+        plan = Plan.from_json(replace(PLAN, **shares, staging_bytes=1 << 20).to_json())
+        model = plan.apply(WORK.build())
+        for group in groups_of(model):
+            large = {at for at, param in enumerate(group.params) if param.shape.numel() >= 1 << 14}
+            assert group.offloaded.disk is not None
+            assert (group.offloaded.disk.directory, group.offloaded.disk.staging_bytes) == (Path(directory), 1 << 20)
+            assert group.offloaded.state == large
+            assert group.offloaded.parameters < large or not large
+        model(WORK.batch(world.rank, 0)).sum().backward()
+        with pytest.raises(ValueError, match="offload_policy is not an option of a plan"):
+            plan.apply(WORK.build(), offload_policy=fullshard.OffloadPolicy())
+
+
+def test_a_plan_says_what_is_offloaded() -> None:
+    plan = replace(PLAN, offloaded_state=1.0, offloaded_parameters=0.25)
+    assert "optimizer state and 25 % of the parameters on the CPU" in str(plan)
+    assert "parameters on a disk, in /scratch" in str(replace(plan, offload_directory="/scratch"))
 
 
 def test_a_plan_reads_as_tables() -> None:

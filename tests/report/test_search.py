@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +79,25 @@ def test_a_byte_less_than_the_smallest_memory_does_not_fit() -> None:
     ) as caught:
         planned(least - 1)
     assert caught.value.smallest == least
+
+
+@pytest.mark.parametrize("transport", ["shm", "p2p"], indirect=True)
+def test_a_disk_takes_what_does_not_fit(transport: str, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with _simulated(2, None) as mesh:
+        work = Work("wide", blocks=4, width=512, sequence=16, vocabulary=64)
+        given = work.build(), work.batch(0, 0), ADAM, None, mesh, MixedPrecisionPolicy(), {}
+        without, search = Search(*given), Search(*given, str(disk))
+        roomy, least = search.plan(1 << 40), smallest(search)
+        most = smallest(without)
+        plans = [search.plan(round(least + share * (most - least))) for share in (0.9, 0.5, 0.0)]
+    assert not roomy.offloaded_state
+    assert least < 0.8 * most
+    assert all(plan.needed <= plan.memory and plan.offload_directory == str(disk) for plan in plans)
+    assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
+    assert plans[0].offloaded_state > 0
+    assert plans[0].offloaded_parameters < plans[-1].offloaded_parameters == 1
+    assert not disk.exists(), "planning makes nothing there"
 
 
 def test_latency_makes_larger_groups() -> None:

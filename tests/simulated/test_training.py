@@ -187,8 +187,12 @@ OTHERS = tuple(way for way in WAYS if way not in LATE)
 @ranks(2, timeout=240)
 @pytest.mark.parametrize(
     ("kind", "ways"),
-    [("checked", tuple(WAYS)), ("late", LATE), pytest.param("late", OTHERS, marks=pytest.mark.slow)],
-    ids=["checked", "late", "late, the others"],
+    [
+        *(("checked", tuple(WAYS)[part::4]) for part in range(4)),
+        ("late", LATE),
+        pytest.param("late", OTHERS, marks=pytest.mark.slow),
+    ],
+    ids=[*(f"checked, part {part}" for part in range(4)), "late", "late, the others"],
 )
 def test_every_way_to_train(world: World, kind: str, ways: tuple[str, ...]) -> None:
     for way in ways:

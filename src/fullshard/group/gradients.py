@@ -251,6 +251,14 @@ class Gradients:
         self._buffer.take().wait()
         self._writes = True
 
+    def size_slots(self) -> None:
+        """Make ordinary slots large enough before a smaller group makes the first ones."""
+        group, pool = self._group, self._group.gradient_pool
+        if group.options.strategy.after_forward is not Placement.REPLICATED:
+            trainable = self._module_params.trainable
+            found = self._dtypes_of.sections(trainable, self._keeps_whole and group.keeps_whole)
+            pool.ordinary = max(pool.ordinary, full_bytes(*found))
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def _lay_out(self, trainable: tuple[bool, ...]) -> None:

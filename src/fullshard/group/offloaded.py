@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fullshard.buffer.heap import return_large
 from fullshard.disk.file import DiskFile, file_in
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
@@ -32,7 +31,6 @@ class Offloaded:
         if not isinstance(policy, (CPUOffloadPolicy, DiskOffloadPolicy)):
             return
         if isinstance(policy, DiskOffloadPolicy):
-            return_large()
             self.disk = file_in(Path(policy.directory), policy.direct, policy.staging_bytes)
         least = _LEAST_ON_DISK if self.disk is not None else 0
         self.parameters = _first(params, policy.parameters, least)

@@ -131,6 +131,9 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
         "--optimizer-bytes", type=_from_0, default=ADAM, help="bytes of optimizer state for each element (8, as AdamW)"
     )
     parser.add_argument("--loss", metavar="FUNCTION", help="a function of the model and the inputs (forward does it)")
+    parser.add_argument(
+        "--offload-directory", metavar="DIRECTORY", help="where what does not fit may be on a disk (nothing is)"
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, for Plan.from_json")
     parser.set_defaults(call=_fit)
 
@@ -140,7 +143,7 @@ def _fit(options: argparse.Namespace) -> int:
         with torch.device("meta"):
             model, inputs = _function(options.function)()
         loss = _function(options.loss) if options.loss else None
-        asked = {"memory": options.memory, "ranks": options.ranks, "optimizer_bytes": options.optimizer_bytes}
+        asked = {name: getattr(options, name) for name in ("memory", "ranks", "optimizer_bytes", "offload_directory")}
         plan = fit(model, inputs, loss=loss, **asked)
     except _Refused as error:
         print(f"fullshard fit: {error}", file=sys.stderr)

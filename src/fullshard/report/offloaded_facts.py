@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fullshard.buffer.sections import Section
 from fullshard.group.param_group import ParamGroup
@@ -22,7 +22,8 @@ class OffloadedFacts:
         place: ``" on the CPU"``, ``" on a disk"``, or ``""``.
         shard, reduced: how much of the shard and of the reduced gradients is offloaded.
         trained: the number of elements whose optimizer state is offloaded.
-        behind: the most bytes of gradients that are in memory while they are written to a disk.
+        behind: the most bytes of gradients that are in memory while they are written to a disk, which is half of what
+            an optimizer's step may read and write at once.
     """
 
     what: str = ""
@@ -35,6 +36,11 @@ class OffloadedFacts:
     def split(self, kind: str, nbytes: int, offloaded: int) -> dict[str, int]:
         """Divides ``nbytes`` of a kind of memory into those in place, and those that are offloaded."""
         return {kind: nbytes - offloaded, kind + self.place: offloaded} if self.place else {kind: nbytes}
+
+    def part(self, state: float, parameters: float) -> OffloadedFacts:
+        """About what is offloaded with smaller shares of a group."""
+        shard, reduced, trained = self.shard * parameters, self.reduced * parameters, self.trained * state
+        return replace(self, shard=round(shard), reduced=round(reduced), trained=round(trained))
 
     def text(self, shard: int, trained: int) -> str:
         """Says how much is offloaded of ``shard`` bytes of parameters, and of the state of ``trained`` elements."""
@@ -60,7 +66,7 @@ def offloaded_facts(group: ParamGroup, shards: Sequence[Section], gradients: Seq
         shard=nbytes(shards),
         reduced=nbytes(gradients),
         trained=sum(_elements(group, each, offloaded.state) for each in gradients),
-        behind=0 if offloaded.disk is None else offloaded.disk.staging_bytes,
+        behind=0 if offloaded.disk is None else offloaded.disk.staging_bytes // 2,
     )
 
 

@@ -15,13 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.fully_shard import fully_shard
-from fullshard.offload_policy import CPUOffloadPolicy
-from fullshard.report.text import bytes_text, counted, seconds_text, table, wrapped
+from fullshard.offload_policy import CPUOffloadPolicy, DiskOffloadPolicy
+from fullshard.report.text import bytes_text, counted, percent, seconds_text, table, wrapped
 from fullshard.schedule.unit import units_in
 from fullshard.torch_private import checkpointed
-
-#: What may be offloaded to the CPU, by the field ``offload`` of a plan.
-OFFLOADS = ("", "optimizer state", "parameters")
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,10 @@ class Plan:
         groups: the groups. The last one is that of the model itself.
         recomputed: the names of the modules that are run again in backward, instead of keeping their activations.
         prefetch: how many groups are gathered ahead.
-        offload: what is on the CPU between uses: ``""``, ``"optimizer state"`` or ``"parameters"``.
+        offloaded_state, offloaded_parameters: the shares of each group that are offloaded, from 0 to 1, as
+            :class:`~fullshard.CPUOffloadPolicy` takes them.
+        offload_directory: where a disk keeps what is offloaded. ``""``: the CPU keeps it.
+        staging_bytes: the memory for what is read from a disk and written to it.
         changes: how it was found: from the fastest plan on, what each change saves and costs.
         notes: what would fit with more ranks or less precision, and the numbers that were assumed.
         elements: the number of elements of the model's parameters.
@@ -86,7 +86,10 @@ class Plan:
     groups: tuple[PlannedGroup, ...]
     recomputed: tuple[str, ...] = ()
     prefetch: int = 1
-    offload: str = ""
+    offloaded_state: float = 0.0
+    offloaded_parameters: float = 0.0
+    offload_directory: str = ""
+    staging_bytes: int = 1 << 26
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
     elements: int = 0
@@ -123,8 +126,13 @@ class Plan:
             for name, child in parent.named_children():
                 if child in wrappers:
                     setattr(parent, name, wrappers[child])
-        if self.offload:
-            options["offload_policy"] = CPUOffloadPolicy(parameters=self.offload == "parameters")
+        if self.offloaded_state:
+            shares: dict[str, Any] = {"parameters": self.offloaded_parameters, "optimizer_state": self.offloaded_state}
+            if self.offload_directory:
+                shares |= {"staging_bytes": self.staging_bytes}
+                options["offload_policy"] = DiskOffloadPolicy(self.offload_directory, **shares)
+            else:
+                options["offload_policy"] = CPUOffloadPolicy(**shares)
         for group in self.groups:
             modules = [wrappers.get(known[name], known[name]) for name in group.modules]
             target: Any = modules if len(modules) > 1 else modules[0]
@@ -151,7 +159,7 @@ class Plan:
                 f"{type(model).__name__} has {elements:,}: call fullshard.fit for it"
             )
         decided = {"zero_stage", "reshard_after_forward", "auto_wrap_policy", "persistence_threshold"}
-        decided |= {"offload_policy"} if self.offload else set()
+        decided |= {"offload_policy"} if self.offloaded_state else set()
         if found := decided & set(options):
             raise ValueError(f"{min(found)} is not an option of a plan, which decides it: change the plan")
 
@@ -188,8 +196,11 @@ class Plan:
             "ranks": self.ranks < 1 and "must be 1 or more",
             "memory": self.memory < 1 and "must be 1 or more",
             "zero_stage": self.zero_stage not in (1, 2, 3) and "must be 1, 2 or 3",
+            "staging_bytes": self.staging_bytes < 1 and "must be 1 or more",
             "prefetch": self.prefetch < 0 and "must be 0 or more",
-            "offload": self.offload not in OFFLOADS and f"must be one of {', '.join(map(repr, OFFLOADS))}",
+            "offloaded_state": not 0 <= self.offloaded_state <= 1 and "must be a share from 0 to 1",
+            "offloaded_parameters": not 0 <= self.offloaded_parameters <= self.offloaded_state
+            and "must be a share from 0 to offloaded_state",
             "recomputed": "" in self.recomputed and "must not name the model itself",
             "groups": (
                 (not self.groups or self.groups[-1].modules != ("",))
@@ -212,7 +223,7 @@ class Plan:
             ["whole after forward", f"{len(whole)}: {_names([name for each in whole for name in each.modules])}"],
             ["recomputed", f"{len(self.recomputed)}: {_names(self.recomputed)}"],
             ["gathered ahead", counted(self.prefetch, "group")],
-            ["on the CPU", self.offload or "nothing"],
+            ["offloaded", self._offloaded()],
         ]
         head = (
             f"{self.model} on {counted(self.ranks, 'rank')} ('{self.transport}') in {bytes_text(self.memory)} each: "
@@ -226,6 +237,12 @@ class Plan:
             "\n".join(map(wrapped, self.notes)),
         ]
         return "\n\n".join(filter(None, parts))
+
+    def _offloaded(self) -> str:
+        shares = {"optimizer state": self.offloaded_state, "parameters": self.offloaded_parameters}
+        parts = [what if share == 1 else f"{percent(share)} of the {what}" for what, share in shares.items() if share]
+        where = f"on a disk, in {self.offload_directory}" if self.offload_directory else "on the CPU"
+        return f"{' and '.join(parts)} {where}" if parts else "nothing"
 
 
 def _names(names: Sequence[str]) -> str:

@@ -16,17 +16,21 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fullshard.disk.file import BLOCK, THREADS
 from fullshard.report.activations import Activations, Moment, Pass
 from fullshard.report.estimate import Hardware, estimate_step
-from fullshard.report.facts import ModelFacts
+from fullshard.report.facts import GroupFacts, ModelFacts
 from fullshard.report.offloaded_facts import ON_CPU, ON_DISK
 from fullshard.report.replay import Replay
 from fullshard.report.text import bytes_text
 
 #: The root, where it has no group.
 ROOT = "(root)"
-#: Bytes/s between an accelerator and the CPU, and bytes/s of the state that an optimizer updates on the CPU.
-TO_CPU, ON_CPU_UPDATED = 20e9, 10e9
+#: Bytes/s between an accelerator and the CPU, to and from a disk, and of the state that the CPU updates.
+TO_CPU, TO_DISK, ON_CPU_UPDATED = 20e9, 1e9, 10e9
+#: The hardware that is assumed: FLOP/s of a rank that computes, bytes/s and seconds of an exchange, by transport.
+_COMPUTES = {"cpu": 30e9, "accelerator": 200e12}
+_EXCHANGES = {"shm": (10e9, 20e-6), "p2p": (1e9, 200e-6), "collective": (1e9, 500e-6), "accelerator": (50e9, 20e-6)}
 #: Bytes of an element of the optimizer's state and of its temporary results.
 _ELEMENT = 4
 #: Bytes, and a share, for what is not counted: objects of autograd and Python, rounded allocations, work of kernels.
@@ -80,6 +84,7 @@ def need_of(
     gradients = sum(group.reduced - group.offloaded.reduced for group in groups)
     trained = sum(group.trained - group.offloaded.trained for group in groups)
     state = round(optimizer_bytes * trained)
+    kept += _disk_memory(groups, optimizer_bytes)
     rest = shards + state + facts.outside + batch + kept + _UNCOUNTED
     passes, widest = Counter[str](), Counter[tuple[str, int]]()
     for (during, at, _), nbytes in replay.beside.items():
@@ -93,20 +98,48 @@ def need_of(
         name = f"{during} of {groups[at].title if at >= 0 else ROOT}"
         if rest + beside + nbytes > peaks[name]:
             peaks[name], alive[name] = rest + beside + nbytes, nbytes
-    inside = [group for group in groups if not group.offloaded.what]
+    inside = [group for group in groups if group.offloaded.trained < group.trained]
     chunks = [param.chunk * param.is_trainable for group in inside for param in group.parameters]
     updated = 2 * max(chunks, default=0) if groups[0].is_host else trained  # foreach updates all at once
     peaks["optimizer step"] = rest + gradients + (_ELEMENT * updated if optimizer_bytes > _ELEMENT else 0)
     peaks = Counter({name: round((1 + _SHARE) * nbytes) for name, nbytes in peaks.items()})
-    moved = sum(2 * (group.offloaded.shard + group.offloaded.reduced) for group in groups)
-    apart = sum(group.offloaded.trained for group in groups if group.offloaded.what == "optimizer state")
-    moved += 2 * round(optimizer_bytes * apart)
-    on_cpu = (optimizer_bytes + 12) * sum(group.offloaded.trained for group in groups if group.offloaded.shard)
-    seconds = estimate_step(facts, replay, hardware, activations.flops).step + moved / TO_CPU + on_cpu / ON_CPU_UPDATED
+    seconds = estimate_step(facts, replay, hardware, activations.flops).step
+    seconds += sum(_seconds_of(group, optimizer_bytes) for group in groups if group.offloaded.what)
     largest = max(peaks, key=lambda name: peaks[name])
     parts = {"shards": shards, "optimizer state": state, "buffers of parameters and gradients": kept}
     parts |= {"activations": alive[largest], "gradients": 0 if alive[largest] else gradients}
     return Need(dict(peaks), seconds, parts)
+
+
+def _disk_memory(groups: Sequence[GroupFacts], optimizer_bytes: float) -> int:
+    """The memory of what is read from a disk and written to it."""
+    groups = [group for group in groups if group.offloaded.place == ON_DISK]
+    piece = min(BLOCK, max((_ELEMENT * param.chunk for group in groups for param in group.parameters), default=0))
+    moved = (optimizer_bytes / _ELEMENT + 2) * piece  # by a step, with the parameter and its gradient
+    most = sum((optimizer_bytes + 2 * _ELEMENT) * group.offloaded.trained for group in groups)
+    staged = 2 * max((group.offloaded.behind for group in groups), default=0)
+    return round(min(most, max(staged, 2 * moved)) + 2 * THREADS * piece)
+
+
+def _seconds_of(group: GroupFacts, optimizer_bytes: float) -> float:
+    """The seconds in which what is offloaded of a group is moved, and updated where it is."""
+    offloaded = group.offloaded
+    parameters = 2 * (offloaded.shard + offloaded.reduced)  # there and back
+    if offloaded.place == ON_DISK:
+        return (parameters + 2 * optimizer_bytes * offloaded.trained) / TO_DISK
+    updated = group.trained * offloaded.reduced / max(1, group.reduced)  # on the CPU: elements of its parameters
+    moved = parameters + 2 * optimizer_bytes * (offloaded.trained - updated)
+    return moved / TO_CPU + (optimizer_bytes + 12) * updated / ON_CPU_UPDATED
+
+
+def assumed_hardware(kind: str, given: Mapping[str, float]) -> Hardware:
+    """The hardware of a user, and for what is not given, that of a transport or an accelerator. Raises ValueError."""
+    bandwidth, latency = _EXCHANGES[kind]
+    assumed = {"bandwidth": bandwidth, "latency": latency, "peak_flops": _COMPUTES.get(kind, _COMPUTES["cpu"])}
+    try:
+        return Hardware(count=1, **{**assumed, **given})  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ValueError(f"hardware has arguments of Explanation.estimate, got {given}: {error}") from error
 
 
 class TracedBlocks:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,23 +29,25 @@ from fullshard.comm.process_group import broadcast_object, has_peers
 from fullshard.comm.select import NAMES, simulated_transport
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.report.activations import Loss, trace_step
-from fullshard.report.estimate import Hardware
 from fullshard.report.explain import ADAM
 from fullshard.report.facts import ModelFacts, facts_of
-from fullshard.report.plan import OFFLOADS, Change, Plan, PlannedGroup, shortened
-from fullshard.report.predicted import Need, TracedBlocks, need_of
+from fullshard.report.plan import Change, Plan, PlannedGroup, shortened
+from fullshard.report.predicted import Need, TracedBlocks, assumed_hardware, need_of
 from fullshard.report.text import bytes_of, bytes_text, counted, seconds_text
 from fullshard.schedule.unit import units_in
 from fullshard.torch_private import simulated_world
 from fullshard.wrap import repeated_blocks
 
-#: The hardware that is assumed: FLOP/s of a rank that computes, bytes/s and seconds of an exchange, by transport.
-_COMPUTES = {"cpu": 30e9, "accelerator": 200e12}
-_EXCHANGES = {"shm": (10e9, 20e-6), "p2p": (1e9, 200e-6), "collective": (1e9, 500e-6), "accelerator": (50e9, 20e-6)}
 #: Numbers of blocks that form a group.
 _SIZES = (1, 2, 4)
 #: Layers outside of the blocks may have a group of their own if they have this share of the parameters.
 _LARGE = 0.02
+#: Parts in which the optimizer's state, and then the parameters, are offloaded.
+_PARTS = 4
+#: Memory for what is read from a disk and written: this part of what an optimizer's step moves, and its bounds.
+_STAGED, _STAGING = 1 / 16, (1 << 21, 1 << 26)
+#: In which order changes may be taken back.
+_TAKEN_BACK = ("offload", "recomputed", "resharded", "prefetch"), ("resharded", "recomputed", "offload", "prefetch")
 #: How often a plan that needs more than the search had predicted is searched for again.
 _ATTEMPTS = 4
 
@@ -61,6 +64,10 @@ class DoesNotFitError(ValueError):
         self.smallest = smallest
 
 
+#: A size of groups, whether large layers are apart, and what is offloaded.
+_Key = tuple[int, bool, int]
+
+
 @dataclass(frozen=True)
 class _Choice:
     """A point of the search.
@@ -68,7 +75,7 @@ class _Choice:
     Args:
         size: how many blocks form a group.
         apart: whether large layers outside of the blocks have groups of their own.
-        offload: an index of ``OFFLOADS``.
+        offload: how much is offloaded of each group, in quarters: of the optimizer's state, then of the parameters too.
         resharded: how many groups are freed after forward: the first ones.
         recomputed: how many blocks are recomputed: those that lose least.
         prefetch: how many groups are gathered ahead.
@@ -80,6 +87,16 @@ class _Choice:
     resharded: int = 0
     recomputed: int = 0
     prefetch: int = 1
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """The shares of the optimizer's state and of the parameters that are offloaded."""
+        return min(1.0, self.offload / _PARTS), max(0.0, self.offload / _PARTS - 1)
+
+    @property
+    def key(self) -> _Key:
+        """Which facts of groups it takes: those with nothing, all state or all parameters offloaded."""
+        return self.size, self.apart, -(-self.offload // _PARTS) * _PARTS
 
 
 def fit(
@@ -93,6 +110,7 @@ def fit(
     loss: Loss | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     hardware: dict[str, float] | None = None,
+    offload_directory: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Plans how to shard a model so that a step fits into ``memory`` and takes as little time as possible.
 
@@ -106,8 +124,9 @@ def fit(
         fullshard.fit(model, batch, memory="6 GiB", ranks=64)  # without a job: for ranks that do not exist
 
     Chooses the groups, which of them are freed between forward and backward, which blocks are recomputed in backward,
-    the prefetch limit and, on an accelerator, what is offloaded to the CPU. Activations are measured by a forward and
-    backward on tensors without memory, not guessed from classes. The model stays as it is.
+    the prefetch limit, and which share of each group is offloaded: to the CPU, on an accelerator, or to a disk.
+    Activations are measured by a forward and backward on tensors without memory, not guessed from classes. The model
+    stays as it is.
 
     Args:
         model: the model, on the CPU or on meta, not sharded yet.
@@ -125,6 +144,8 @@ def fit(
         hardware: the hardware, as :meth:`fullshard.report.explain.Explanation.estimate` takes it: ``peak_flops``,
             ``efficiency``, ``bandwidth``, ``latency`` and others. What is missing is assumed; the plan says which
             numbers.
+        offload_directory: where what does not fit may be kept on a disk, see :class:`~fullshard.DiskOffloadPolicy`. By
+            default nothing is.
 
     Returns:
         the plan, the same on all ranks.
@@ -137,7 +158,7 @@ def fit(
 
     Ranks: with ``ranks``, each for itself; otherwise all alike.
     """
-    size = bytes_of(memory)
+    size, disk = bytes_of(memory), "" if offload_directory is None else os.fspath(offload_directory)
     if units_in(model):
         raise ValueError(f"this {type(model).__name__} is sharded already: fit() takes a model that is not")
     if not any(param.requires_grad for param in model.parameters()):
@@ -150,7 +171,7 @@ def fit(
             )
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise ValueError(f"mesh must be a DeviceMesh in a job, got {mesh!r}")
-        return Search(model, sample_inputs, optimizer_bytes, loss, mesh, mp_policy, hardware or {}).plan(size)
+        return Search(model, sample_inputs, optimizer_bytes, loss, mesh, mp_policy, hardware or {}, disk).plan(size)
     if type(ranks) is not int or ranks < 1:
         raise RuntimeError(f"this process is not a rank of a job: give fit() the number of ranks, got ranks={ranks!r}")
     if isinstance(mesh, DeviceMesh):
@@ -158,7 +179,7 @@ def fit(
 
     def search(ranks: int, mesh: Sequence[int] | None, mp_policy: MixedPrecisionPolicy) -> Plan:
         with _simulated(ranks, mesh) as made:
-            return Search(model, sample_inputs, optimizer_bytes, loss, made, mp_policy, hardware or {}).plan(size)
+            return Search(model, sample_inputs, optimizer_bytes, loss, made, mp_policy, hardware or {}, disk).plan(size)
 
     others: dict[str, tuple[int, Sequence[int] | None, MixedPrecisionPolicy]] = {}
     larger = None if mesh is None else (*mesh[:-1], 2 * mesh[-1])
@@ -206,15 +227,19 @@ class Search:
         mesh: DeviceMesh | None,
         mp_policy: MixedPrecisionPolicy,
         hardware: dict[str, float],
+        offload_directory: str = "",
     ) -> None:
         self._model, self._inputs, self._loss = model, inputs, loss
         self._optimizer_bytes, self._options = optimizer_bytes, {"mesh": mesh, "mp_policy": mp_policy}
+        self._disk = offload_directory
+        trained = sum(param.nbytes for param in model.parameters() if param.requires_grad) / dist.get_world_size()
+        self._staging = round(min(max(_STAGED * (2 + optimizer_bytes / 4) * trained, _STAGING[0]), _STAGING[1]))
         self._batch = sum(tensor.nbytes for tensor in tree.tensors(inputs))
         names = {module: name for name, module in reversed(list(model.named_modules()))}
         self.blocks = [names[block] for block in repeated_blocks(model)]
         self._layers = [names[layer] for layer in _large_layers(model, repeated_blocks(model))]
-        self._facts: dict[tuple[int, bool, int], ModelFacts] = {}
-        self._groups: dict[tuple[int, bool, int], list[PlannedGroup]] = {}
+        self._facts: dict[_Key, ModelFacts] = {}
+        self._groups: dict[_Key, list[PlannedGroup]] = {}
         self._order: list[str] = []  # of the modules in forward
         fine = _Choice(1, apart=True)
         repeatable = [name for name in self.blocks if not _counts(model.get_submodule(name))]
@@ -224,15 +249,15 @@ class Search:
         found = trace_step(plain, inputs, loss)
         self._traced = TracedBlocks(facts_of(plain, found.order), found, again, self.blocks, repeatable)
         self._order = self._traced.order
-        offloads = range(len(OFFLOADS)) if units_in(plain)[0].device.type != "cpu" else (0,)
-        for offload in offloads:
+        self._most = 2 * _PARTS if self._disk or units_in(plain)[0].device.type != "cpu" else 0
+        for offload in range(0, self._most + 1, _PARTS):
             for size in _SIZES:
                 for apart in (False, True) if self._layers else (False,):
                     if size == 1 or len(self.blocks) >= 2 * size:
                         self._add(_Choice(size, apart, offload))
         first = next(iter(self._facts.values())).groups[0]
         self._transport, self._ranks = first.transport, dist.get_world_size()
-        self._hardware = _hardware(first.transport if first.is_host else "accelerator", hardware)
+        self._hardware = assumed_hardware(first.transport if first.is_host else "accelerator", hardware)
         self.need = cache(self._need)
 
     def plan(self, memory: int) -> Plan:
@@ -280,9 +305,8 @@ class Search:
         return self._order.index(name) if name in self._order else len(self._order)
 
     def _planned(self, choice: _Choice, memory: int, changes: Sequence[Change]) -> Plan:
-        key = choice.size, choice.apart, choice.offload
-        groups = [replace(group, reshards=at < choice.resharded) for at, group in enumerate(self._groups[key])]
-        need = self.need(choice)
+        groups = [replace(group, reshards=at < choice.resharded) for at, group in enumerate(self._groups[choice.key])]
+        need, (state, parameters) = self.need(choice), choice.shares
         return Plan(
             model=type(self._model).__name__,
             ranks=self._ranks,
@@ -294,20 +318,30 @@ class Search:
             groups=tuple(groups),
             recomputed=tuple(name for name in self.blocks if name in self._traced.worth[: choice.recomputed]),
             prefetch=choice.prefetch,
-            offload=OFFLOADS[choice.offload],
+            offloaded_state=state,
+            offloaded_parameters=parameters,
+            offload_directory=self._disk if choice.offload else "",
+            staging_bytes=self._staging,
             changes=shortened(changes),
             notes=(f"Assumed: {self._hardware}",),
             elements=sum(param.numel() for param in self._model.parameters()),
         )
 
     def _sharded(self, choice: _Choice, recomputed: Sequence[str]) -> nn.Module:
-        groups = tuple(self._groups_of(choice))
-        plan = Plan("", 1, "", 1, 1, 0, 2, groups, tuple(recomputed), offload=OFFLOADS[choice.offload])
+        state, parameters = choice.shares
+        groups, again = tuple(self._groups_of(choice)), tuple(recomputed)
+        plan = Plan("", 1, "", 1, 1, 0, 2, groups, again, offloaded_state=state, offloaded_parameters=parameters)
+        return self._applied(plan)
+
+    def _applied(self, plan: Plan) -> nn.Module:
+        """A copy of the model, sharded as planned, for which nothing is made in the directory."""
+        here = tempfile.gettempdir() if self._disk else ""
+        plan = replace(plan, offload_directory=here, staging_bytes=self._staging)
         return plan.apply(_on_meta(self._model), **self._options)
 
     def _add(self, choice: _Choice) -> None:
         """Take the facts of the groups of a choice. Collective."""
-        key = choice.size, choice.apart, choice.offload
+        key = choice.key
         self._groups[key] = self._groups_of(choice)
         sharded = self._sharded(choice, [])
         names = [group.name for group in facts_of(sharded).groups]
@@ -317,16 +351,22 @@ class Search:
 
     def checked(self, plan: Plan) -> Need:
         """What the plan needs, traced and replayed as it is. Collective."""
-        sharded = plan.apply(_on_meta(self._model), **self._options)
+        sharded = self._applied(plan)
         found = trace_step(sharded, self._inputs, self._loss)
         facts = facts_of(sharded, found.order)
         return need_of(facts, found, self._hardware, self._optimizer_bytes, self._batch)
 
     def _need(self, choice: _Choice) -> Need:
-        key = choice.size, choice.apart, choice.offload
-        facts, freed = self._facts[key], self._groups[key][: choice.resharded]
+        facts, freed = self._facts[choice.key], self._groups[choice.key][: choice.resharded]
         names = {", ".join(group.modules) for group in freed}
-        groups = tuple(replace(each, reshards=each.name in names and each.communicates) for each in facts.groups)
+        groups = tuple(
+            replace(
+                each,
+                reshards=each.name in names and each.communicates,
+                offloaded=each.offloaded.part(*choice.shares),
+            )
+            for each in facts.groups
+        )
         recomputed = self._traced.worth[: choice.recomputed]
         changed = replace(facts, groups=groups, prefetch=choice.prefetch)
         traced = self._traced.combined(changed, recomputed)
@@ -350,7 +390,7 @@ class Search:
             changes.append(Change(what, before.most - after.most, after.seconds - before.seconds))
             choice = other
         ends = [choice, choice]
-        for at, names in enumerate((("recomputed", "resharded", "prefetch"), ("resharded", "recomputed", "prefetch"))):
+        for at, names in enumerate(_TAKEN_BACK):
             for name in names:
                 ends[at] = self._taken_back(ends[at], name, room)
         best = min(ends, key=lambda end: (self.need(end).seconds, self.need(end).most))
@@ -391,7 +431,7 @@ class Search:
 
     def _changes(self, choice: _Choice) -> Iterator[tuple[_Choice, str]]:
         """The choices that are one change away, each with its words."""
-        key = choice.size, choice.apart, choice.offload
+        key = choice.key
         if choice.resharded < len(self._groups[key]) and self._ranks > 1:
             yield replace(choice, resharded=choice.resharded + 1), "free one more group after forward"
         if choice.recomputed < len(self._traced.worth):
@@ -400,23 +440,18 @@ class Search:
             yield replace(choice, prefetch=0), "gather no group ahead"
         if choice.size > 1:
             smaller = replace(choice, size=choice.size // 2)
-            groups = len(self._groups[smaller.size, choice.apart, choice.offload])
+            groups = len(self._groups[smaller.key])
             every = choice.resharded == len(self._groups[key])
             yield replace(smaller, resharded=groups if every else 2 * choice.resharded), "halve the groups of blocks"
-        if not choice.apart and (choice.size, True, choice.offload) in self._facts:
+        if not choice.apart and replace(choice, apart=True).key in self._facts:
             more = choice.resharded + len(self._layers) * (choice.resharded == len(self._groups[key]))
             yield replace(choice, apart=True, resharded=more), "large layers outside of the blocks apart"
-        if (choice.size, choice.apart, choice.offload + 1) in self._facts:
-            yield replace(choice, offload=choice.offload + 1), f"{OFFLOADS[choice.offload + 1]} on the CPU"
-
-
-def _hardware(kind: str, given: dict[str, float]) -> Hardware:
-    bandwidth, latency = _EXCHANGES[kind]
-    assumed = {"bandwidth": bandwidth, "latency": latency, "peak_flops": _COMPUTES.get(kind, _COMPUTES["cpu"])}
-    try:
-        return Hardware(count=1, **{**assumed, **given})  # type: ignore[arg-type]
-    except TypeError as error:
-        raise ValueError(f"hardware has arguments of Explanation.estimate, got {given}: {error}") from error
+        where = "a disk" if self._disk else "the CPU"
+        for offload in sorted({choice.offload + 1, _PARTS, 2 * _PARTS}):
+            if choice.offload < offload <= self._most:
+                how = "a quarter more" if offload == choice.offload + 1 else "all"
+                what = "parameters" if offload > _PARTS else "optimizer state"
+                yield replace(choice, offload=offload), f"{how} of the {what} to {where}"
 
 
 def _large_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

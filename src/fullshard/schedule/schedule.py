@@ -119,6 +119,7 @@ class Schedule:
             buffer.takes_turns = not stays
             if buffer.takes_turns:
                 pool.ordinary = max(pool.ordinary, buffer.nbytes)
+            group.gradients.size_slots()
 
     def free_buffers(self) -> int:
         """Free the buffers kept for the next step, and the transports' staging; returns the bytes freed."""
