@@ -45,7 +45,7 @@ def bytes_allocated() -> float:
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         return math.nan
-    mallinfo.restype = _MallInfo
+    mallinfo.restype = heap.MallInfo
     info = mallinfo()
     return int(info.uordblks) + int(info.hblkhd) + _shared_bytes()
 
@@ -85,13 +85,6 @@ class Peak:
             grown -= max(0.0, _status(field) - self._before[field])
         shared = self._shared_before if self._each_touches_its_own else _shared_bytes()
         self.bytes = self._before["RssAnon"] + max(0.0, grown) + shared
-
-
-class _MallInfo(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
-        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
-    ]
 
 
 def _shared_bytes() -> float:

@@ -55,6 +55,44 @@ def test_the_memory_of_a_model_is_given_back_with_it() -> None:
     assert float(ended.stdout) < 40
 
 
+BOUNDED = """
+import os
+import torch
+from fullshard.buffer.heap import bound_freed
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+bound_freed(2**26)
+before, pieces = resident(), [torch.ones(2**18) for _ in range(400)]  # of a MiB
+del pieces[::2], pieces[::2]  # every fourth stays, so that the others are holes
+holes = resident()
+bound_freed(2**26)
+print(holes - before, resident() - before, float(sum(each.sum() for each in pieces)))
+pieces += [torch.ones(2**18) for _ in range(40)]
+del pieces[-40:]
+held = resident()
+bound_freed(2**26)
+print(held - resident())
+"""
+
+
+@pytest.mark.skipif(not hasattr(heap._libc, "mallinfo2"), reason="not glibc")
+def test_freed_memory_between_what_is_in_use_is_bounded() -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in heap._SETTINGS}
+    command = [sys.executable, "-c", BOUNDED]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    holes, returned, total, kept = map(float, ended.stdout.split())
+    assert holes > 350
+    assert returned < 150
+    assert total == 100 * 2**18
+    assert kept < 8, "little that was freed stays for the next pieces"
+
+
 class Owner:
     """Something that lives and ends."""
 

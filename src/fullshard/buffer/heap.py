@@ -3,17 +3,20 @@
 Autograd allocates every gradient, and frees it as soon as it was taken. glibc returns large pieces to the system at
 once, and the top of its heap beyond a threshold, and the system clears each page again when it is touched in the next
 step: a fifth of the processor time of a step that moves much. Owns the two thresholds (of ``mallopt(3)``) while there
-are trees of modules that need other ones.
+are trees of modules that need other ones. Where memory is scarce, what the heap keeps in holes is measured and bounded.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import weakref
+from pathlib import Path
 from typing import Any
 
+_STATUS = Path("/proc/self/statm")
 _libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 #: The largest that glibc takes on 64 bits; larger pieces always come from the system. It raises the threshold to this
@@ -22,14 +25,13 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 _LARGEST_PIECE = 32 * 2**20
 KEPT_BY_ITSELF = 2 * _LARGEST_PIECE
 _LARGEST_INT = 2**31 - 1
-#: Pieces of this size are not worth keeping where memory is scarce.
-_LARGE = 2**20
 #: With any of these the user has chosen thresholds.
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 
 kept = 0  # the bytes that the heap was told to keep; 0 while no tree asks for it
 _asked: dict[int, int] = {}
 _is_over = False
+_beside: int | None = None  # resident bytes that were not allocated after the last return; ``None``: no bound yet
 
 
 def keep_freed(owner: object, nbytes: int) -> None:
@@ -41,11 +43,38 @@ def keep_freed(owner: object, nbytes: int) -> None:
     _set_threshold()
 
 
-def return_large() -> None:
-    """Let the heap, if it is glibc's and the user has not decided, return large pieces to the system at once: for
-    models that do not fit into memory."""
-    if not _user_decides():
-        set_option(MMAP_THRESHOLD, _LARGE)
+def bound_freed(nbytes: int) -> None:
+    """Let the heap, if it is glibc's and the user has not decided, keep about ``nbytes`` of freed memory: for models
+    that do not fit into memory. Called often, as freed pieces between others in use are returned only here."""
+    global _beside
+    if _user_decides() or not hasattr(_libc, "mallinfo2"):
+        return
+    if _beside is None:
+        if not _STATUS.exists():
+            return
+        set_option(MMAP_THRESHOLD, _LARGEST_PIECE)
+        set_option(TRIM_THRESHOLD, nbytes)
+        _libc.mallinfo2.restype, _beside = MallInfo, 0
+    if _beside_allocated() > _beside + nbytes:
+        return_freed()
+        _beside = _beside_allocated()
+
+
+def _beside_allocated() -> int:
+    """The resident bytes of this process that are neither allocated nor shared: freed memory, and what is not of the
+    heap."""
+    _, resident, shared, *_ = _STATUS.read_text().split()
+    info = _libc.mallinfo2()
+    return (int(resident) - int(shared)) * mmap.PAGESIZE - info.uordblks - info.hblkhd
+
+
+class MallInfo(ctypes.Structure):
+    """What ``mallinfo2(3)`` returns."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
+    ]
 
 
 def _user_decides() -> bool:

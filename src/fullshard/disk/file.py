@@ -28,7 +28,7 @@ from typing import ClassVar
 import torch
 import xxhash
 
-from fullshard.buffer.heap import return_large
+from fullshard.buffer.heap import bound_freed
 
 #: Bytes of a block.
 BLOCK = 1 << 22
@@ -169,7 +169,7 @@ class DiskFile:
     def allocate(self, numel: int, dtype: torch.dtype, what: str) -> Region:
         """A region for ``numel`` elements; ``what`` names the tensor in errors. Raises DiskError: the disk is full."""
         size = -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        return_large()
+        bound_freed(self.staging_bytes)
         with self._lock:
             if self._free[size]:
                 return Region(self, self._free[size].pop(), size, numel, dtype, what)
@@ -198,6 +198,7 @@ class DiskFile:
 
     def bound(self, work: Work, nbytes: int) -> None:
         """Wait for earlier writes until those under way, the last of which is ``work``, have few bytes together."""
+        bound_freed(self.staging_bytes)
         self._behind.append((work, nbytes))
         while sum(nbytes for _, nbytes in self._behind) > self.staging_bytes // 2:
             self._behind.popleft()[0].settle()
