@@ -68,7 +68,7 @@ class DiskOffloadPolicy(OffloadPolicy, Checked):
         optimizer_state: whether the optimizer's state is on the disk, or of which share of the parameters. That of
             parameters on the disk is there too.
         staging_bytes: memory for what the optimizer's step has read and not yet written back. It holds at least two
-            blocks of 4 MiB of each tensor that a step reads.
+            blocks of 4 MiB of each tensor that a step reads. The heap may keep as much of what was freed.
         direct: whether reads and writes bypass the page cache, where the file system can do that.
 
     Raises:

@@ -126,7 +126,7 @@ def trace_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> Activa
             raise RuntimeError(
                 f"the {step.during} of this {type(model).__name__} failed on tensors without values, so its "
                 f"activations are unknown ({type(error).__name__}: {error}). Check that the batch fits the model. If "
-                f"it does, the model reads values of tensors: explain it without a batch"
+                f"it does, the model reads values of tensors: explain() without a batch tells all but activations"
             ) from error
     if not starts:
         raise ValueError(f"nothing that the forward of this {type(model).__name__} returned requires gradients")
