@@ -98,6 +98,7 @@ def test_a_disk_takes_what_does_not_fit(transport: str, tmp_path: Path) -> None:
     assert plans[0].offloaded_state > 0
     assert plans[0].offloaded_parameters < plans[-1].offloaded_parameters == 1
     assert not disk.exists(), "planning makes nothing there"
+    assert "a disk moves 1 GB/s" in str(plans[0])
 
 
 def test_latency_makes_larger_groups() -> None:

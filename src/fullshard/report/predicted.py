@@ -33,6 +33,8 @@ _COMPUTES = {"cpu": 30e9, "accelerator": 200e12}
 _EXCHANGES = {"shm": (10e9, 20e-6), "p2p": (1e9, 200e-6), "collective": (1e9, 500e-6), "accelerator": (50e9, 20e-6)}
 #: Bytes of an element of the optimizer's state and of its temporary results.
 _ELEMENT = 4
+#: Memory for what is read from a disk and written: this part of what an optimizer's step moves, and its bounds.
+_STAGED, _STAGING = 1 / 16, (1 << 21, 1 << 26)
 #: Bytes, and a share, for what is not counted: objects of autograd and Python, rounded allocations, work of kernels.
 _UNCOUNTED, _SHARE = 2 * 2**20, 0.03
 
@@ -109,6 +111,11 @@ def need_of(
     parts = {"shards": shards, "optimizer state": state, "buffers of parameters and gradients": kept}
     parts |= {"activations": alive[largest], "gradients": 0 if alive[largest] else gradients}
     return Need(dict(peaks), seconds, parts)
+
+
+def staging_bytes(moved: float) -> int:
+    """A good ``DiskOffloadPolicy.staging_bytes`` for an optimizer's step that moves so many bytes."""
+    return round(min(max(_STAGED * moved, _STAGING[0]), _STAGING[1]))
 
 
 def _disk_memory(groups: Sequence[GroupFacts], optimizer_bytes: float) -> int:

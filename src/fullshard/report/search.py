@@ -32,8 +32,8 @@ from fullshard.report.activations import Loss, trace_step
 from fullshard.report.explain import ADAM
 from fullshard.report.facts import ModelFacts, facts_of
 from fullshard.report.plan import Change, Plan, PlannedGroup, shortened
-from fullshard.report.predicted import Need, TracedBlocks, assumed_hardware, need_of
-from fullshard.report.text import bytes_of, bytes_text, counted, seconds_text
+from fullshard.report.predicted import TO_DISK, Need, TracedBlocks, assumed_hardware, need_of, staging_bytes
+from fullshard.report.text import bytes_of, bytes_text, counted, quantity_text, seconds_text
 from fullshard.schedule.unit import units_in
 from fullshard.torch_private import simulated_world
 from fullshard.wrap import repeated_blocks
@@ -44,8 +44,6 @@ _SIZES = (1, 2, 4)
 _LARGE = 0.02
 #: Parts in which the optimizer's state, and then the parameters, are offloaded.
 _PARTS = 4
-#: Memory for what is read from a disk and written: this part of what an optimizer's step moves, and its bounds.
-_STAGED, _STAGING = 1 / 16, (1 << 21, 1 << 26)
 #: In which order changes may be taken back.
 _TAKEN_BACK = ("offload", "recomputed", "resharded", "prefetch"), ("resharded", "recomputed", "offload", "prefetch")
 #: How often a plan that needs more than the search had predicted is searched for again.
@@ -232,8 +230,9 @@ class Search:
         self._model, self._inputs, self._loss = model, inputs, loss
         self._optimizer_bytes, self._options = optimizer_bytes, {"mesh": mesh, "mp_policy": mp_policy}
         self._disk = offload_directory
+        self._moves = f"; a disk moves {quantity_text(TO_DISK, 'B/s')}" if self._disk else ""
         trained = sum(param.nbytes for param in model.parameters() if param.requires_grad) / dist.get_world_size()
-        self._staging = round(min(max(_STAGED * (2 + optimizer_bytes / 4) * trained, _STAGING[0]), _STAGING[1]))
+        self._staging = staging_bytes(trained * (2 + optimizer_bytes / 4))
         self._batch = sum(tensor.nbytes for tensor in tree.tensors(inputs))
         names = {module: name for name, module in reversed(list(model.named_modules()))}
         self.blocks = [names[block] for block in repeated_blocks(model)]
@@ -323,7 +322,7 @@ class Search:
             offload_directory=self._disk if choice.offload else "",
             staging_bytes=self._staging,
             changes=shortened(changes),
-            notes=(f"Assumed: {self._hardware}",),
+            notes=(f"Assumed: {self._hardware}{self._moves}",),
             elements=sum(param.numel() for param in self._model.parameters()),
         )
 
