@@ -76,14 +76,15 @@ class RankPool:
         self._start()
         if fresh or self._group != (size, timeout):
             self._number = next(self._numbers)
-        self._group = None
+        self._group, are_worn = None, False
         try:
             self._send(size, Job(self._number, size, timeout, payload))
             outcomes = self._collect(size, timeout)
             if all(outcome.kind == "returned" for outcome in outcomes):
                 self._send(size, "destroy the group")
                 ends = self._collect(size, timeout)
-                counts = {end.value if end.kind == "returned" else None for end in ends}
+                found = [end.value if end.kind == "returned" else (None, False) for end in ends]
+                counts, are_worn = {count for count, _ in found}, any(is_worn for _, is_worn in found)
                 if not fresh and None not in counts and len(counts) == 1:
                     self._group = (size, timeout)
                 outcomes = [
@@ -92,6 +93,8 @@ class RankPool:
         except BaseException:
             self.kill()
             raise
+        if are_worn:
+            self.close()
         if any(outcome.kind not in ("returned", "skipped") for outcome in outcomes):
             for outcome in outcomes:
                 if outcome.kind == "hung":

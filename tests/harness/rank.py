@@ -126,6 +126,10 @@ def run_test(world: World, test: Callable[..., None], arguments: dict[str, Any],
     test(world=world, **arguments)
 
 
+#: Threads of a rank that is replaced. One that has just started has about ten.
+_MOST_THREADS = 60
+
+
 def serve(setup: Setup, parent: Connection) -> None:
     """The main function of a rank: run jobs until the parent sends None."""
     log = setup.log.open("a")
@@ -196,11 +200,12 @@ def _attempt(rank: int, action: Callable[[], Any]) -> Outcome:
         return Outcome(rank, "raised", summary=summary, report=report)
 
 
-def _clean_up() -> int | None:
+def _clean_up() -> tuple[int | None, bool]:
     """Undo what a function did.
 
     Returns how many collectives its process group has seen, if it is the only one: it may serve again where all ranks
-    have seen as many. (After an error some may have gone further than others.)
+    have seen as many. (After an error some may have gone further than others.) And whether this process should end:
+    functions have left process groups behind, each with threads that wake a hundred times a second.
     """
     torch.set_default_dtype(torch.float32)
     count = None
@@ -210,7 +215,8 @@ def _clean_up() -> int | None:
         _end_groups()
     gc.collect()
     gc.freeze()  # what was imported on the way is not walked again either
-    return count
+    tasks = Path("/proc/self/task")
+    return count, tasks.exists() and len([*tasks.iterdir()]) > _MOST_THREADS
 
 
 def _end_groups() -> None:

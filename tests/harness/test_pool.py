@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -104,6 +105,20 @@ def test_traces_of_a_test_are_removed(rank_pool: RankPool) -> None:
     rank_pool.run(leave_traces, 2)
     assert [outcome.value for outcome in rank_pool.run(look_for_traces, 2)] == first
     assert first[0] == first[1] == (False, torch.float32, first[0][2])
+
+
+def leave_threads(world: World, count: int) -> int:
+    for _ in range(count):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return os.getpid()
+
+
+def test_ranks_with_many_threads_left_behind_are_replaced(rank_pool: RankPool) -> None:
+    """They are mostly those of process groups, which wake often: all that follow would be slow."""
+    before = [outcome.value for outcome in rank_pool.run(leave_threads, 2, 1)]
+    assert [outcome.value for outcome in rank_pool.run(leave_threads, 2, 100)] == before
+    after = [outcome.value for outcome in rank_pool.run(leave_threads, 2, 0)]
+    assert not {*after} & {*before}
 
 
 def test_what_cannot_be_sent_is_named(rank_pool: RankPool) -> None:
