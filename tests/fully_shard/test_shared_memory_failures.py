@@ -52,7 +52,10 @@ def lose_rank_1(world: World, where: str) -> None:
 
 @pytest.mark.parametrize(
     ("where", "waits"),
-    [("forward", "the end of a forward"), ("backward", "a reduction of 'blocks")],
+    [
+        ("forward", "the end of a forward"),
+        ("backward", "a reduction, to be read by the other ranks, in the backward of step 1 (forward 2), at 'blocks."),
+    ],
 )
 def test_a_lost_rank_is_named_by_all_others_at_once(rank_pool: RankPool, where: str, waits: str) -> None:
     outcomes = rank_pool.run(lose_rank_1, 3, where)
