@@ -131,6 +131,7 @@ def _write_transport(rank: int, folder: str, device: torch.device) -> None:
         message = str(error)
     if rank == 0:
         Path(folder, "transport").write_text(message)
+    dist.barrier()  # a rank that ends while the other still connects would fail it
     dist.destroy_process_group()
 
 
