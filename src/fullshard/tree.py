@@ -1,7 +1,7 @@
 """Tensors inside whatever a forward takes and returns: nested containers, dataclasses, registered objects.
 
-:func:`map_tensors` replaces them and :func:`tensors` lists them. Casts and copies to a device are such maps. No
-container is written to. A container with a replaced tensor is rebuilt, and so are the containers around it; all others
+:func:`map_tensors` replaces them and :func:`tensors` lists them. Casts and copies to a device are such maps. It writes
+to no container. A container with a replaced tensor is rebuilt, and so are the containers around it; all others
 are returned as they are, the same objects. These containers are searched::
 
     tuple, list, dict, dataclass, UserDict,    rebuilt as an object of the same class with all its attributes but the
@@ -10,13 +10,18 @@ are returned as they are, the same objects. These containers are searched::
     PackedSequence                             rebuilt by its constructor; ``batch_sizes``, always on the CPU, is kept
 
 Everything else is a leaf, including sets and modules. :func:`reachable_tensors` searches further, but replaces nothing.
+
+A function that is called with a list may append to it, and its caller reads the list afterwards. So what a forward
+takes is not rebuilt: :func:`replace_tensors` writes to the caller's containers, and :func:`restore` undoes it after the
+call. :func:`replace_reachable` does the same to the plain objects that a forward returns.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, UserDict, UserList, defaultdict
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cached_property, lru_cache, partial
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -58,6 +63,50 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: T) -> T:
     return result if walk.changed else tree  # a cycle is rebuilt before it is known that nothing in it changes
 
 
+#: A tensor that stands in a container for another one: the functions that read and set an item of the container, the
+#: container, the key of the item, what stands there now, and what stood there before.
+Replaced = tuple[Callable[[Any, Any], Any], Callable[[Any, Any, Any], None], Any, Any, Any, Any]
+
+
+def replace_tensors(fn: Callable[[Tensor], Tensor], tree: T, replaced: list[Replaced]) -> T:
+    """Like :func:`map_tensors`, but lists, dicts, dataclasses and other mutable containers stay the same objects: they
+    are written to, and ``replaced`` gets what :func:`restore` needs. Tuples are rebuilt."""
+    if isinstance(tree, Tensor) or _flat_tensors(tree) is not None:
+        return map_tensors(fn, tree)
+    return cast(T, _InPlace(fn, replaced).visit(tree))
+
+
+def restore(replaced: list[Replaced]) -> None:
+    """Undo :func:`replace_tensors` where the container still has what was put there."""
+    for read, write, node, key, new, old in reversed(replaced):
+        with suppress(LookupError, AttributeError):
+            if read(node, key) is new:
+                write(node, key, old)
+    replaced.clear()
+
+
+def replace_reachable(fn: Callable[[Tensor], Tensor], tree: T) -> T:
+    """``tree`` with ``fn(tensor)`` in place of every tensor that :func:`reachable_tensors` finds. Containers are
+    rebuilt, and plain objects are written to. ``fn`` is called once for each tensor."""
+    done: dict[Tensor, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if tensor not in done:
+            done[tensor] = fn(tensor)
+        return done[tensor]
+
+    for node in _reachable(tree):
+        if isinstance(node, set):
+            values = {map_tensors(once, value) for value in node}
+            node.clear()
+            node.update(values)
+        elif _kind(type(node)) is None and not isinstance(node, (Tensor, frozenset)):
+            for name, value in list(_attributes(node)):
+                if (new := map_tensors(once, value)) is not value:
+                    object.__setattr__(node, name, new)
+    return map_tensors(once, tree)
+
+
 def tensors(tree: object) -> list[Tensor]:
     """The tensors in ``tree`` in order, each once."""
     flat = (tree,) if isinstance(tree, Tensor) else _flat_tensors(tree)
@@ -75,37 +124,46 @@ def reachable_tensors(tree: object) -> list[Tensor]:
     flat = (tree,) if isinstance(tree, Tensor) else _flat_tensors(tree)
     if flat is not None:
         return list(flat)
-    found: list[Tensor] = []
+    return [node for node in _reachable(tree) if isinstance(node, Tensor)]
+
+
+def _reachable(tree: object) -> list[Any]:
+    """The tensors, containers and objects in ``tree``, each once."""
     visited: dict[int, Any] = {}
     waiting: list[Any] = [tree]
     for node in waiting:
         if type(node) in _PASSED_BY or id(node) in visited or isinstance(node, (nn.Module, type)):
             continue
         visited[id(node)] = node
-        if isinstance(node, Tensor):
-            found.append(node)
-        elif len(visited) <= _MOST_OBJECTS:
+        if not isinstance(node, Tensor) and len(visited) <= _MOST_OBJECTS:
             kind = _kind(type(node))
             if kind is not None:
                 waiting += kind.open(node)[0]
             else:
                 waiting += node if isinstance(node, (set, frozenset)) else [value for _, value in _attributes(node)]
-    return found
+    return list(visited.values())
 
 
-def cast_floating(tree: T, dtype: torch.dtype | None) -> T:
-    """``tree`` with its floating-point tensors in ``dtype``, or as they are if that is ``None``."""
+def cast_floating(tree: T, dtype: torch.dtype | None, replaced: list[Replaced] | None = None) -> T:
+    """``tree`` with its floating-point tensors in ``dtype``, or as they are if that is ``None``. With ``replaced``, as
+    :func:`replace_tensors` does it."""
     if dtype is None:
         return tree
-    return map_tensors(
-        lambda tensor: tensor if tensor.dtype is dtype or not tensor.is_floating_point() else tensor.to(dtype), tree
-    )
+
+    def to_dtype(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype is dtype or not tensor.is_floating_point() else tensor.to(dtype)
+
+    return map_tensors(to_dtype, tree) if replaced is None else replace_tensors(to_dtype, tree, replaced)
 
 
-def to_device(tree: T, device: torch.device | str | int) -> T:
+def to_device(tree: T, device: torch.device | str | int, replaced: list[Replaced] | None = None) -> T:
     """``tree`` with its tensors on ``device``. A tensor that is already there stays the same object."""
     target = torch.device(device)
-    return map_tensors(lambda tensor: tensor if tensor.device == target else tensor.to(target), tree)
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == target else tensor.to(target)
+
+    return map_tensors(move, tree) if replaced is None else replace_tensors(move, tree, replaced)
 
 
 def _flat_tensors(tree: Any) -> tuple[Tensor, ...] | None:
@@ -173,6 +231,60 @@ class _Walk:
                 result = kind.build(whole, new, context)
         self.done[key] = (node, result)
         return result
+
+
+class _InPlace:
+    """One walk that writes to mutable containers. In objects that are registered with pytree it finds tensors by their
+    attributes, because their registered functions make new objects."""
+
+    __slots__ = ("done", "fn", "inside", "replaced")
+
+    def __init__(self, fn: Callable[[Tensor], Tensor], replaced: list[Replaced]) -> None:
+        self.fn = fn
+        self.replaced = replaced
+        self.done: dict[int, tuple[Any, Any]] = {}  # the key is an id, so the object is kept alive beside its result
+        self.inside = 0  # registered objects
+
+    def visit(self, node: Any) -> Any:
+        cls = type(node)
+        if cls in _PASSED_BY or isinstance(node, (nn.Module, type)):
+            return node
+        if isinstance(node, Tensor):
+            return self.fn(node)
+        if id(node) in self.done:
+            return self.done[id(node)][1]
+        kind = _kind(cls)
+        if kind is None and not self.inside:
+            return node
+        self.done[id(node)] = node, node
+        is_registered = kind is _REGISTERED
+        if not isinstance(node, tuple):
+            self.inside += is_registered
+            for read, write, key, value in _places(node):
+                if (new := self.visit(value)) is not value:
+                    write(node, key, new)
+                    self.replaced.append((read, write, node, key, new, value))
+            self.inside -= is_registered
+        if kind is not None and (is_registered or isinstance(node, tuple)):
+            values, context = kind.open(node)
+            old = list(values)
+            new = [self.visit(value) for value in old]
+            if not all(map(is_, new, old)):
+                self.done[id(node)] = node, kind.build(node, new, context)
+        return self.done[id(node)][1]
+
+
+def _places(node: Any) -> list[tuple[Callable[[Any, Any], Any], Callable[[Any, Any, Any], None], Any, Any]]:
+    """The items and attributes of an object: functions that read and set one, its key, and its value."""
+    places: list[tuple[Any, Any, Any, Any]] = []
+    for base in (list, deque):
+        if isinstance(node, base):
+            places += [(base.__getitem__, base.__setitem__, i, value) for i, value in enumerate(base.__iter__(node))]
+    if isinstance(node, dict):
+        base = OrderedDict if isinstance(node, OrderedDict) else dict
+        places += [(dict.__getitem__, base.__setitem__, key, value) for key, value in base.items(node)]
+    reads, writes = object.__getattribute__, object.__setattr__
+    return places + [(reads, writes, name, value) for name, value in _attributes(node)]
 
 
 def _kind(cls: type) -> _Kind | None:

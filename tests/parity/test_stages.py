@@ -118,8 +118,7 @@ def test_parameters_are_dtensors_between_steps(world: World, stage: int) -> None
         assert param.grad.placements == (placement,)
     model.set_requires_gradient_sync(False)
     model(torch.ones(2, 6)).sum().backward()
-    held = [isinstance(param, DTensor) for param in model.blocks[0].parameters()]
-    assert held == [stage > 1] * len(held), "a stage that keeps parameters shows them until the gradients are reduced"
+    assert all(isinstance(param, DTensor) for param in model.parameters()), "also where the next forward reuses values"
 
 
 @ranks(2)

@@ -41,8 +41,8 @@ RELEASED = 1 << 31
 class State(Enum):
     """Where the values of a group are; ``LEGAL`` says which state may follow which.
 
-    LEFT: a forward left the group unsharded, although the user did not ask for it. The next forward reshards it first,
-    as its values may have been written without a trace. In this state modules show flat parameters sharded.
+    LEFT: a pass left the values there for the next one. Meanwhile modules show the sharded parameters, so that nothing
+    that users do to these is lost.
     """
 
     SHARDED = 0, False
@@ -116,9 +116,10 @@ class FullBuffer:
         self._views: tuple[torch.Tensor, ...] = ()
         self._values: tuple[int, int] | None = None  # forward and version of the values that are in the memory
         self._written: list[int] = []  # versions that count the writes to the shard
-        self._leaves: tuple[torch.Tensor, ...] = ()  # the unsharded parameters
+        self.leaves: tuple[torch.Tensor, ...] = ()  # the unsharded parameters
         self._versions: tuple[int, ...] = ()
         self._released: tuple[int, ...] = ()
+        self.versions_set: tuple[int, ...] = ()  # the versions that the leaves were given last
         self._post_forward: PostForwardShard | None = None  # where the values are, if on a smaller mesh
 
     @property
@@ -160,35 +161,42 @@ class FullBuffer:
         try:
             self._complete()
             self._post_forward, self._complete = None, PASSED.wait  # not before: until here the gather needs them
-            is_first = not self._leaves and bool(self._group.params)
+            is_first = not self.leaves and bool(self._group.params)
             if is_first:
                 self._make_leaves()
             elif self._extensions is not None:
                 self._extensions.make_unsharded()
+            if self.versions_set != (*map(private.version_of, self.leaves),) and not is_first:
+                self.refuse_stale_writes()
         except BaseException:
             self._cancel()
             raise
-        private.set_versions(self._leaves, self._versions)
+        private.set_versions(self.leaves, self._versions)
         self.state = State.UNSHARDED
         return is_first
+
+    def wholes(self) -> dict[int, torch.Tensor]:
+        """Each parameter as it lies in the memory, by index."""
+        pairs = zip(self._group.sections, self.views, strict=True)
+        found = chain.from_iterable(whole_views(self._group.params, section, full) for section, full in pairs)
+        # ``.data`` has a version of its own: a gather that writes the buffer is no write in place to autograd.
+        return {index: whole.data for index, whole in found}
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _make_leaves(self) -> None:
         """Make the unsharded parameters, once the values are there."""
         group = self._group
-        for section, full in zip(group.sections, self.views, strict=True):
-            for index, whole in whole_views(group.params, section, full):
-                # ``.data`` has a version of its own: a gather that writes the buffer is no write in place to autograd.
-                group.params[index].make_unsharded(whole.data)
+        for index, whole in self.wholes().items():
+            group.params[index].make_unsharded(whole)
         if self._extensions is not None:
             self._extensions.make_unsharded()
         leaves = {index: param.unsharded for index, param in enumerate(group.params) if param.unsharded is not None}
         register(group, leaves.items())
         inside = [part for leaf in leaves.values() for part in private.plain_parts(leaf) if part is not leaf]
-        self._leaves = (*leaves.values(), *(part for part in inside if not part.is_inference()))
-        self._versions = tuple(map(private.version_of, self._leaves))
-        self._released = (RELEASED,) * len(self._leaves)
+        self.leaves = (*leaves.values(), *(part for part in inside if not part.is_inference()))
+        self._versions = tuple(map(private.version_of, self.leaves))
+        self._released = (RELEASED,) * len(self.leaves)
 
     def _cancel(self) -> None:
         """Return to SHARDED after an error in a gather, and give back all that it took."""
@@ -197,11 +205,28 @@ class FullBuffer:
 
     def let_read(self, may: bool) -> None:
         """Set whether autograd ``may`` read what it saved of the leaves: while the buffer has their values."""
-        private.set_versions(self._leaves, self._versions if may else self._released)
+        if self.versions_set == (*map(private.version_of, self.leaves),):  # else somebody wrote, which is refused later
+            self.versions_set = self._versions if may else self._released
+            private.set_versions(self.leaves, self.versions_set)
+
+    def refuse_stale_writes(self) -> None:
+        """Raise RuntimeError if a leaf was written since it was resharded: its memory may be that of another group."""
+        found = tuple(map(private.version_of, self.leaves))
+        if self.state.is_unsharded or found == self.versions_set:
+            return
+        pairs = zip(self.leaves, found, self.versions_set, strict=True)
+        written = {id(leaf) for leaf, now, before in pairs if now != before}
+        names = [param.name for param in self._group.params if id(param.unsharded) in written]
+        private.set_versions(self.leaves, self.versions_set)
+        raise RuntimeError(
+            f"parameters {names} were written while they were sharded, through tensors that somebody kept from a time "
+            f"when they were unsharded: the memory of these may belong to other parameters by now. The values of this "
+            f"step are wrong. Read a parameter from its module each time, and write to it between steps"
+        )
 
     def accept_writes(self) -> None:
         """Accept the writes to the leaves so far: they cause no gather."""
-        self._versions = tuple(map(private.version_of, self._leaves))
+        self._versions = tuple(map(private.version_of, self.leaves))
 
     def reshard(self) -> None:
         """Let the memory go, and discard writes to the leaves. Raises the error of a gather that was under way."""
@@ -212,10 +237,10 @@ class FullBuffer:
                 self._cancel()
                 raise
         elif self.state.is_unsharded:
-            versions = tuple(map(private.version_of, self._leaves))
+            versions = tuple(map(private.version_of, self.leaves))
             if versions != self._versions:
                 # Values that autograd saved after a write are discarded too: the versions of these leaves never repeat.
-                changed = zip(self._versions, versions, strict=True)
+                changed, self.versions_set = zip(self._versions, versions, strict=True), versions
                 self._versions = tuple(now + (now != before) for before, now in changed)
                 self._discard_writes()
         self._complete, self._post_forward, self.state = PASSED.wait, None, State.SHARDED
@@ -226,8 +251,10 @@ class FullBuffer:
             self.buffer.poison()
             self._values = None
         self.buffer.give_back()
+        self.versions_set = self._versions
         if self._shard.shared is None or not self._group.step.now.reads_shared:
-            private.set_versions(self._leaves, self._released)
+            self.versions_set = self._released
+            private.set_versions(self.leaves, self._released)
 
     def reshard_to(self, mesh: DataMesh) -> dict[int, nn.Parameter] | None:
         """Keep the values on a smaller mesh, if possible. Returns what stands for parameters there, by index."""
@@ -380,6 +407,9 @@ class WholeBuffer(FullBuffer):
         assert shard.memory is not None
         self.buffer = OwnBuffer(shard.memory)
 
+    def refuse_stale_writes(self) -> None:
+        """Does nothing: the memory of the leaves is the shard."""
+
     def is_current(self) -> bool:
         if self._was_written():
             self.let_read(True)
@@ -418,7 +448,7 @@ class MappedBuffer(FullBuffer):
         reads = self._group.step.now.reads_shared
         if not reads or self._values is None or self._values[1] != self.count_writes():
             return False
-        if self._versions == tuple(map(private.version_of, self._leaves)):
+        if self._versions == tuple(map(private.version_of, self.leaves)):
             self.buffer.be_shared()  # otherwise modules show what was written until it is resharded
         return True
 

@@ -6,7 +6,7 @@ each step it checks whether the parameters in these locations are still the grou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter, is_
@@ -19,8 +19,16 @@ from torch.distributed.tensor import DTensor
 from fullshard.buffer.plan import Plan
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
-from fullshard.group.parameter import IndexedTensor, Location, ShardedParameter, chunk_views
-from fullshard.torch_private import PlainAttributes, altered_spec, local_of, make_dtensor
+from fullshard.group.parameter import IndexedTensor, Location, ShardedParameter, chunk_views, local_tensor
+from fullshard.torch_private import (
+    PlainAttributes,
+    altered_spec,
+    is_traceable_subclass,
+    local_of,
+    make_dtensor,
+    set_data,
+    version_of,
+)
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -44,6 +52,9 @@ class ModuleParameters:
         self._group = group
         self.substituted: set[tuple[int, str]] = set()  # locations where users put something instead of a parameter
         self._shown = Presentation((), ())  # what is in the locations of parameters
+        #: Versions and addresses of the leaves that modules show between two passes; ``None`` if they show none.
+        self.left: list[tuple[int, int]] | None = None
+        self.trainable: tuple[bool, ...] = ()  # which of the parameters require gradients, as of the last check
         self.prepare()
 
     @property
@@ -63,7 +74,6 @@ class ModuleParameters:
         self._group.sharded = [param.sharded for param in params]
         self.unsharded = [param.unsharded for param in params if param.unsharded is not None]
         self._locals = [param.local for param in params]
-        #: Which of the parameters require gradients, as of the last check.
         self.trainable = tuple(map(_requires_grad, self._group.sharded))
         if not self.shows_unsharded:
             self._train_leaves()
@@ -99,6 +109,8 @@ class ModuleParameters:
         with PlainAttributes():
             for index, local in grads:
                 param = params[index]
+                if not param.sharded.requires_grad:
+                    continue  # frozen since the forward
                 if param.sharded.grad is None:
                     spec = param.spec if local.dtype is param.dtype else altered_spec(param.spec, dtype=local.dtype)
                     param.sharded.grad = make_dtensor(local, spec)
@@ -128,7 +140,7 @@ class ModuleParameters:
         Assigning through the module is for classes that watch their attributes. A module that is still being copied
         gets copies of what its original shows.
         """
-        self._shown = what
+        self._shown, self.left = what, None
         for module, tensors in what.registered:
             if "_modules" not in module.__dict__:
                 continue
@@ -149,13 +161,63 @@ class ModuleParameters:
     def are_unchanged(self) -> bool:
         """Whether the modules have what the group left there, as it left it. Called before each step."""
         with PlainAttributes():
-            self.trainable = tuple(map(_requires_grad, self._group.sharded))
-        if not self._shown.is_unsharded and self.trainable != tuple(map(_requires_grad, self.unsharded)):
-            self._train_leaves()
+            trainable = tuple(map(_requires_grad, self._group.sharded))
+        if not trainable == self.trainable == tuple(map(_requires_grad, self.unsharded)):
+            self._agree_on_training()
         for module, tensors in self._shown.registered:
             if not all(map(is_, map(module._parameters.get, tensors), tensors.values())):
                 return False
         return not self.substituted and self._keeps_chunks()
+
+    def note_left(self) -> None:
+        """Note how a pass leaves the unsharded parameters, if modules show them until the next one."""
+        if self.shows_unsharded:
+            self.left = list(map(_version_and_address, self.unsharded))
+
+    @torch.no_grad()
+    def keep_writes(self, wholes: Callable[[], Mapping[int, torch.Tensor]]) -> None:
+        """Copy this rank's part of what users wrote to unsharded parameters since the last pass to the shard.
+        ``wholes`` are the memory of the leaves, by index: one that was given other data gets it back."""
+        if self.left is None:
+            return
+        left, self.left = self.left, list(map(_version_and_address, self.unsharded))
+        self._agree_on_training()
+        for index, (param, before, after) in enumerate(zip(self._group.params, left, self.left, strict=True)):
+            if before == after:
+                continue
+            if param.extends:
+                raise RuntimeError(
+                    f"parameter '{param.name}' was written while its module showed it unsharded. It defines how it is "
+                    f"gathered, so fullshard cannot keep what was written: call reshard() on its module and write then"
+                )
+            leaf: Any = param.unsharded
+            part, chunk = param.chunk_of(local_tensor(leaf.detach())).to(param.values.device), param.values
+            if part.shape != chunk.shape:
+                raise RuntimeError(
+                    f"parameter '{param.name}' was given data of shape {tuple(leaf.shape)} where {tuple(param.shape)} "
+                    f"is expected: give it data of its shape"
+                )
+            if part.data_ptr() == chunk.data_ptr():
+                continue
+            if part.dtype != chunk.dtype:  # elements that nobody wrote keep their precision
+                part = torch.where(part == chunk.to(part.dtype), chunk, part.to(chunk.dtype))
+            chunk.copy_(part)
+            self._group.writes += 1
+            if before[1] != after[1]:
+                set_data(local_tensor(leaf), wholes()[index])
+
+    def _agree_on_training(self) -> None:
+        """Let sharded and unsharded parameters require gradients alike. Users may have changed either."""
+        with PlainAttributes():
+            sharded, leaves = (tuple(map(_requires_grad, each)) for each in (self._group.sharded, self.unsharded))
+        if leaves and leaves != self.trainable:
+            for param, before, leaf in zip(self._group.params, self.trainable, leaves, strict=True):
+                if leaf is not before and param.hidden is None:
+                    param.sharded.requires_grad_(leaf)
+            sharded = tuple(map(_requires_grad, self._group.sharded))
+        self.trainable = sharded
+        if leaves != sharded:
+            self._train_leaves()
 
     def _train_leaves(self) -> None:
         """Let unsharded parameters require gradients if their sharded ones do."""
@@ -228,6 +290,10 @@ class ModuleParameters:
                         location.module, location.name = module, name
                         return
         param.locations.remove(location)
+
+
+def _version_and_address(leaf: torch.Tensor) -> tuple[int, int]:
+    return version_of(leaf), 0 if is_traceable_subclass(leaf) else leaf.data_ptr()
 
 
 def put(module: nn.Module, path: tuple[Any, ...], tensor: torch.Tensor | None) -> None:

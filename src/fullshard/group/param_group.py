@@ -62,6 +62,9 @@ class ParamGroup(GroupContext):
         self.has_custom_communication = False
         self.users: set[object] = set()
         self.summoned: Summoned | None = None
+        #: Whether the last forward left it unsharded although nobody asked for that. The next one gathers it again, as
+        #: the shards may have been written without a trace.
+        self.stays_unasked = False
         self._build()
 
     def _build(self) -> None:
@@ -124,6 +127,8 @@ class ParamGroup(GroupContext):
     def reshard(self) -> None:
         """Show the sharded parameters and let the full buffer go."""
         was_sharded = self.full.state is State.SHARDED
+        if self.module_params.left is not None:
+            self.keep_writes()
         if self.module_params.substituted:
             self.module_params.show_sharded()
         elif not was_sharded:
@@ -150,27 +155,37 @@ class ParamGroup(GroupContext):
 
     def reshard_after_backward(self) -> None:
         """Bring the parameters to the placement that they have after a backward."""
+        strategy = self.options.strategy
         if self.shard.replica is not None:
-            strategy = self.options.strategy
             self.shard.replica.accumulates = not (strategy.reduces and strategy.all_reduces)
-        if self.options.strategy.reshards:
+        if strategy.reshards:
             self.reshard()
+        elif strategy.after_backward is Placement.SHARDED:  # the next micro-batch uses the values
+            self.leave_unsharded()
+        else:
+            self.module_params.note_left()
 
     def leave_unsharded(self) -> None:
-        """Note that a forward left the group unsharded unasked, as that of the root does. Its values may change before
-        the next forward."""
-        if self.full.state.is_unsharded:
+        """Show the sharded parameters until the next pass, for which the values of an unsharded group stay."""
+        if self.full.state is State.UNSHARDED:
             self.full.change_state(State.LEFT)
+            self.module_params.show_sharded()
+
+    def keep_writes(self) -> None:
+        """Keep what users wrote to the unsharded parameters that modules show between passes."""
+        self.module_params.keep_writes(self.full.wholes)
 
     def notice_changes(self) -> None:
         """Notice what users did to the modules since the last step. Called before the root's forward."""
         if self.summoned is not None and self.summoned.is_left_by_errors:
             self.summoned.close()
+        if self.module_params.left is not None:
+            self.keep_writes()
         changed = self.summoned is None and not self.module_params.are_unchanged()
         replaced = changed and self.module_params.adopt_replaced()  # before others are shown
         # Parameters may have been written since an earlier forward: without a trace, or with a trace only on the ranks
         # that have elements of a fragment. All ranks must decide alike, so each reshards.
-        if self.is_flat or self.full.state is State.LEFT or self.full.state is State.SHARDED_POST_FORWARD:
+        if self.is_flat or self.stays_unasked or self.full.state is State.SHARDED_POST_FORWARD:
             self.reshard()
         if self.shard.shared is None and self.full.state.is_unsharded:
             # Older writes cause no gather: a rank that wrote would gather, and a rank that did not would not.

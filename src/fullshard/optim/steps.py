@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fullshard.device import CPU, streams_of
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
+from fullshard.group.param_group import ParamGroup
 from fullshard.optim.disk_step import offload_state
 from fullshard.optim.local_step import prepare_step
 from fullshard.optim.local_steps import refuse_uncounted
@@ -52,8 +53,11 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not groups:
         return
     refuse_uncounted(optimizer, groups)
-    for group in groups:  # counted here too, because no hook runs after a step that raises
-        group.writes += 1
+    for group in groups:
+        if isinstance(group, ParamGroup) and running_backward() < 0:
+            group.keep_writes()  # before the step writes too
+            group.leave_unsharded()  # what modules show would be old
+        group.writes += 1  # counted here too, because no hook runs after a step that raises
     # In a backward, and where a rank has no state to save, the number of steps differs between ranks.
     if running_backward() < 0 and not only_makes_state(optimizer, kwargs):
         for step in {id(group.step): group.step for group in groups}.values():

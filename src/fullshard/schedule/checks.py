@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.verify import compare
 from fullshard.policies import warn
@@ -58,6 +59,14 @@ def check_process_groups(groups: Sequence[dist.ProcessGroup]) -> None:
                 "a process group over which parameters are sharded was destroyed (destroy_process_group): shard the "
                 "model again after init_process_group"
             ) from error
+
+
+def check_stale_writes(groups: Sequence[ParamGroup]) -> None:
+    """Raise RuntimeError if an unsharded parameter that somebody kept was written in a pass while it was sharded."""
+    for group in groups:
+        full = group.full
+        if full.state is State.SHARDED and full.versions_set != (*map(version_of, full.leaves),):
+            full.refuse_stale_writes()
 
 
 def warn_of_emptied(emptied: Sequence[Emptied]) -> None:

@@ -181,6 +181,7 @@ class Schedule:
         writes = [group.writes for group in self.groups()] if event is not None else []
         for group in self.groups():
             group.notice_changes()
+            group.module_params.left = None
         if event is not None and writes == [group.writes for group in self.groups()]:
             self.step.written = EventMark(event, self.device)
         else:  # the values of replaced parameters were copied just now
@@ -200,6 +201,13 @@ class Schedule:
         for group in self.groups():
             if group.full.state is State.GATHERING:  # gathered ahead for a forward that did not come
                 group.reshard()
+        is_last = mark is None or not self.outermost.modules[0].training  # probably no backward follows
+        for group in self.order.entered:
+            if group.full.state is State.UNSHARDED:
+                if is_last:
+                    group.leave_unsharded()
+                else:
+                    group.module_params.note_left()
         if mark is not None:
             self._last_forward = weakref.ref(mark)
         self.step.end_pass("forward")
@@ -211,6 +219,7 @@ class Schedule:
             if unit.to_run:  # some modules of a list may not have run
                 unit.to_run.clear()
                 unit.end_forward(self)
+        checks.check_stale_writes(self._groups)
 
     def prefetch_forward(self, unit: Scheduled) -> None:
         """Gather ahead the groups that follow those of ``unit``."""
@@ -225,6 +234,10 @@ class Schedule:
             self.log.check()
             WAITS.position = self._position
             self._backward_began, self._last_forward = True, None
+            for group in self.groups():
+                if group.module_params.left is not None:
+                    group.keep_writes()
+                    group.module_params.left = None
             self.passes.begin("backward", self.groups())
             call_after_backward(self.end_backward)
 
@@ -250,6 +263,7 @@ class Schedule:
             self._end_step()
         self.passes.leave("the end of a backward")
         self.log.check()
+        checks.check_stale_writes(self._groups)
 
     def check_finalization(self, by_hand: bool) -> None:
         """Raise RuntimeError if the choice to finalize ``by_hand``, or not, would change in a backward or after it."""

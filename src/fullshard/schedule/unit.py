@@ -111,6 +111,8 @@ class Unit:
         self.phase = Phase.IDLE
         self.to_run: set[nn.Module] = set()  # modules of a list whose forward has not ended, while it runs
         self._in_method = False
+        #: The tensors that stand in the caller's containers for others, for each of the modules whose forward runs.
+        self._replaced: list[tuple[nn.Module, list[tree.Replaced]]] = []
         self._use = Use()
         self._is_opaque = False  # whether its forward returned no tensor: nothing tells when its backward begins
         self._in_backward: dict[Use, None] = {}  # the uses whose backward has begun and not ended
@@ -123,7 +125,7 @@ class Unit:
         """Runs before the forward of each of the modules."""
         schedule = self.schedule or self.start()
         if self._in_method:
-            return self._cast_inputs(args, kwargs)
+            return self._cast_inputs(module, args, kwargs)
         recomputes = running_backward() >= 0
         if recomputes:
             schedule.begin_backward()  # of the tree, if all of it is recomputed
@@ -131,17 +133,17 @@ class Unit:
             for group in self.needed:
                 group.unshard()
                 group.wait_for_unshard()
-            return self._cast_inputs(args, kwargs)
+            return self._cast_inputs(module, args, kwargs)
         first = self.phase is Phase.IDLE
         if not first and not recomputes and not self.is_list:
             schedule.refuse_forward(self)
         if first and not recomputes and schedule.begin_forward(self) and not is_host(self.device):
-            args, kwargs = tree.to_device((args, kwargs), self.device)
+            args, kwargs = tree.to_device((args, kwargs), self.device, self._lend(module))
         self.phase = Phase.FORWARD
         if self.is_list and not self.to_run:
             self.to_run.update(self.modules)
         if self.mp_policy.param_dtype is not None:
-            args, kwargs = self._cast_inputs(args, kwargs)
+            args, kwargs = self._cast_inputs(module, args, kwargs)
         for group in self.needed:
             if first and not recomputes:
                 schedule.order.entered.append(group)
@@ -154,7 +156,7 @@ class Unit:
             if not recomputes and self.prefetches_forward:
                 schedule.prefetch_forward(self)
             if torch.is_grad_enabled():
-                args, kwargs = self._mark_end(args, kwargs)
+                args, kwargs = self._mark_end(module, args, kwargs)
         else:
             for tensor in tree.tensors((args, kwargs)):
                 if tensor.grad_fn is not None and torch.is_grad_enabled():  # a leaf would keep the hook
@@ -165,14 +167,16 @@ class Unit:
         """Runs after the forward of each of the modules."""
         schedule = self.schedule
         assert schedule is not None
+        if self._replaced:
+            self._restore(module)
         if self.phase is Phase.BACKWARD or self._in_method:
             return tree.cast_floating(output, self.mp_policy.output_dtype)
         recomputes = running_backward() >= 0
         self.to_run.discard(module)
         ended = not self.to_run
-        gathered = {*map(attrgetter("full.buffer.storage_id"), self.needed)}
-        if not gathered.isdisjoint(map(storage_id, tree.tensors(output))):  # another group is about to get their memory
-            output = tree.map_tensors(lambda each: each.clone() if storage_id(each) in gathered else each, output)
+        gathered, found = {*map(attrgetter("full.buffer.storage_id"), self.needed)}, tree.reachable_tensors(output)
+        if not gathered.isdisjoint(map(storage_id, found)):  # another group is about to get their memory
+            output = tree.replace_reachable(lambda each: each.clone() if storage_id(each) in gathered else each, output)
         if self.mp_policy.output_dtype is not None:
             output = tree.cast_floating(output, self.mp_policy.output_dtype)
         mark = None
@@ -215,19 +219,30 @@ class Unit:
             group.users.discard(self)
             schedule.order.finished.append(group)
             if not group.users:
-                if not self._is_opaque:
-                    group.reshard_after_forward()
-                if self.chose_to_keep or self._is_opaque:
+                group.stays_unasked = self.chose_to_keep or self._is_opaque
+                if self._is_opaque:
                     group.leave_unsharded()
+                else:
+                    group.reshard_after_forward()
         self.phase, self._is_opaque = Phase.IDLE, False
 
-    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    def _lend(self, module: nn.Module) -> list[tree.Replaced]:
+        """A list for what is replaced in the caller's containers until the forward of ``module`` ends."""
+        self._replaced.append((module, []))
+        return self._replaced[-1][1]
+
+    def _restore(self, module: nn.Module) -> None:
+        """Undo what was replaced in the arguments of ``module``, and of calls inside of it that did not end."""
+        while any(lender is module for lender, _ in self._replaced):
+            tree.restore(self._replaced.pop()[1])
+
+    def _cast_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         dtype = self.mp_policy.param_dtype
         if dtype is None or not self.casts_inputs:
             return args, kwargs
-        return tree.cast_floating(args, dtype), tree.cast_floating(kwargs, dtype)
+        return tree.cast_floating((args, kwargs), dtype, self._lend(module))
 
-    def _mark_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    def _mark_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Put :class:`EndOfBackward` on the inputs that require gradients."""
         inputs = [tensor for tensor in tree.tensors((args, kwargs) if kwargs else args) if tensor.requires_grad]
         if not inputs:
@@ -237,7 +252,7 @@ class Unit:
             return marked, kwargs
         found = dict(zip(map(id, inputs), marked, strict=True))
         given: Any = (args, kwargs) if kwargs else args
-        given = tree.map_tensors(lambda tensor: found.get(id(tensor), tensor), given)
+        given = tree.replace_tensors(lambda tensor: found.get(id(tensor), tensor), given, self._lend(module))
         return given if kwargs else (given, kwargs)
 
     def _mark_begin(self, found: Sequence[torch.Tensor]) -> object | None:

@@ -267,6 +267,8 @@ class FlatModuleParameters(ModuleParameters):
         more = []
         for index, local in grads:  # the gradient of a flat parameter has the index of its first parameter
             sharded = self._group.params[index].sharded
+            if not sharded.requires_grad:
+                continue  # frozen since the forward
             if sharded.grad is not None:
                 more.append((sharded.grad, local))
             elif local.dtype == sharded.dtype:
@@ -340,17 +342,11 @@ class FlatGroup(ParamGroup):
     module_params_class = FlatModuleParameters
 
     def reshard_after_forward(self) -> None:
-        """Like any group. But modules always show the sharded parameters if each rank holds them whole, or if no
-        backward follows."""
+        """Like any group. But modules show the sharded parameters if each rank holds them whole, or if nobody asked for
+        whole ones."""
         super().reshard_after_forward()
-        if self.data.shard_group is None or not torch.is_grad_enabled():
+        if self.data.shard_group is None or self.stays_unasked:
             self.leave_unsharded()
-
-    def leave_unsharded(self) -> None:
-        """Like any group. But modules show the sharded parameters meanwhile, so that users can write to them."""
-        super().leave_unsharded()
-        if self.full.state.is_unsharded:
-            self.module_params.show_sharded()
 
 
 def describe(flat: nn.Parameter, params: Sequence[Fragment], plan: Plan) -> None:

@@ -1,0 +1,242 @@
+"""What users do to the parameters that modules show between passes lasts, whatever a group keeps unsharded there.
+
+The reference is the same program on the unsharded model: it knows no passes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from tests.fully_shard.cases import assert_close, environment, inputs
+from tests.harness import World, ranks
+from tests.harness.models import MLP, seeded
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "p2p"])
+
+
+class Program:
+    """A model and its optimizer. Between two passes an act of the user changes one or both."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.norm: Any = None
+        self.held: Any = None
+        self.saved = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def each(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.model.named_parameters()
+
+
+@torch.no_grad()
+def clamp(program: Program) -> None:
+    for _, param in program.each():
+        param.clamp_(-0.05, 0.05)
+
+
+@torch.no_grad()
+def decay_a_module(program: Program) -> None:
+    module: Any = program.model.get_submodule("blocks.1.0")
+    module.weight *= 0.5
+    module.bias.zero_()
+
+
+def restore_through_data(program: Program) -> None:
+    for name, param in program.each():
+        param.data.copy_(program.saved[name])
+
+
+def assign_data(program: Program) -> None:
+    for _, param in program.each():
+        param.data = param.data * 0.5
+
+
+def freeze(program: Program) -> None:
+    for name, param in program.each():
+        param.requires_grad_(not name.startswith("blocks.1"))
+
+
+def unfreeze(program: Program) -> None:
+    program.model.requires_grad_(True)
+
+
+def freeze_first(program: Program) -> None:
+    """The block begins frozen, for :func:`unfreeze`."""
+    freeze(program)
+
+
+def clip(program: Program) -> None:
+    program.norm = nn.utils.clip_grad_norm_(program.model.parameters(), 1e-3)
+
+
+def optimize_anew(program: Program) -> None:
+    program.optimizer = torch.optim.SGD(program.model.parameters(), lr=0.05)
+
+
+ACTS = [clamp, decay_a_module, restore_through_data, assign_data, freeze, unfreeze, clip, optimize_anew]
+
+
+def no_grad(program: Program, x: Tensor) -> None:
+    with torch.no_grad():
+        program.held = program.model(x)
+
+
+def inference(program: Program, x: Tensor) -> None:
+    with torch.inference_mode():
+        program.model(x)
+
+
+def in_eval_mode(program: Program, x: Tensor) -> None:
+    program.model.eval()
+    program.held = program.model(x)
+    program.model.train()
+
+
+def with_gradients(program: Program, x: Tensor) -> None:
+    program.held = program.model(x)
+
+
+EVALUATIONS = [no_grad, inference, in_eval_mode]
+
+
+def run(program: Program, evaluate: Callable[[Program, Tensor], None], act: Callable[[Program], None]) -> None:
+    if act is unfreeze:
+        freeze_first(program)
+    for step in range(3):
+        program.model(inputs(step)).square().mean().backward()
+        evaluate(program, inputs(7))
+        if step == 1 and act is not assign_data:
+            act(program)
+        program.optimizer.step()
+        program.optimizer.zero_grad()
+        if step == 1:
+            evaluate(program, inputs(8))
+            act(program)
+
+
+def whole(param: Any) -> Tensor:
+    return param.full_tensor() if isinstance(param, DTensor) else param
+
+
+def check(program: Program, reference: Program) -> None:
+    for (name, found), (_, expected) in zip(program.each(), reference.each(), strict=True):
+        assert found.requires_grad == expected.requires_grad, name
+        assert_close(whole(found.detach()), expected, name)
+    if reference.norm is not None:
+        assert_close(whole(program.norm), reference.norm, "norm")
+
+
+def shard(model: nn.Module, **options: Any) -> nn.Module:
+    for module in (*model.blocks, model):  # type: ignore[misc]
+        fullshard.fully_shard(module, **options)
+    return model
+
+
+OPTIONS = pytest.mark.parametrize(
+    "options", [{}, {"reshard_after_forward": False}, {"zero_stage": 1}, {"zero_stage": 0}], ids=str
+)
+
+
+@ranks(2)
+@TRANSPORTS
+@OPTIONS
+@pytest.mark.parametrize("evaluate", EVALUATIONS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("act", ACTS, ids=lambda each: each.__name__)
+def test_what_is_done_after_an_evaluation_lasts(
+    world: World, transport: str, options: dict[str, Any], evaluate: Any, act: Any
+) -> None:
+    with environment(FULLSHARD_TRANSPORT=transport):
+        program, reference = Program(shard(seeded(MLP), **options)), Program(seeded(MLP))
+        for each in (program, reference):
+            run(each, evaluate, act)
+        check(program, reference)
+
+
+@ranks(2)
+@TRANSPORTS
+@OPTIONS
+@pytest.mark.parametrize("act", [clamp, decay_a_module, assign_data, freeze, unfreeze], ids=lambda each: each.__name__)
+def test_what_is_done_to_whole_parameters_lasts(
+    world: World, transport: str, options: dict[str, Any], act: Any
+) -> None:
+    """After a forward with gradients modules show whole parameters, as a backward may follow."""
+    with environment(FULLSHARD_TRANSPORT=transport):
+        program, reference = Program(shard(seeded(MLP), **options)), Program(seeded(MLP))
+        for each in (program, reference):
+            run(each, with_gradients, act)
+        check(program, reference)
+
+
+@ranks(2)
+@TRANSPORTS
+@OPTIONS
+def test_what_is_done_between_a_forward_and_its_backward_lasts(
+    world: World, transport: str, options: dict[str, Any]
+) -> None:
+    with environment(FULLSHARD_TRANSPORT=transport):
+        program, reference = Program(shard(seeded(MLP), **options)), Program(seeded(MLP))
+        for each in (program, reference):
+            for step in range(2):
+                loss = each.model(inputs(step)).square().mean()
+                with torch.no_grad():
+                    module: Any = each.model.get_submodule("blocks.3.0")
+                    module.bias.mul_(0.5)  # autograd saved nothing of it
+                    module.bias.requires_grad_(step == 1)
+                loss.backward()
+                each.optimizer.step()
+                each.optimizer.zero_grad()
+        check(program, reference)
+
+
+@ranks(2)
+def test_elements_that_nobody_wrote_keep_their_precision(world: World) -> None:
+    policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model: Any = shard(seeded(MLP), mp_policy=policy, reshard_after_forward=False)
+    before = {name: whole(param).clone() for name, param in model.named_parameters()}
+    held = model(inputs())
+    with torch.no_grad():
+        model.blocks[0][0].weight[0, 0] = 2.0
+    del held
+    model(inputs())
+    model.reshard()
+    model.blocks[0].reshard()
+    before["blocks.0.0.weight"][0, 0] = 2.0
+    for name, value in list(before.items())[:2]:
+        assert torch.equal(whole(dict(model.named_parameters())[name]), value), name
+
+
+@ranks(2)
+@TRANSPORTS
+def test_two_models_exchange_the_data_of_their_parameters(world: World, transport: str) -> None:
+    with environment(FULLSHARD_TRANSPORT=transport):
+        model, reference = shard(seeded(MLP)), seeded(MLP)
+        average, averaged = copy.deepcopy(model), copy.deepcopy(reference)
+        for one, other in ((model, average), (reference, averaged)):
+            with torch.no_grad():
+                one(inputs())
+                for param in other.parameters():
+                    param.mul_(0.5)
+            for param, mean in zip(one.parameters(), other.parameters(), strict=True):
+                param.data, mean.data = mean.data, param.data
+        for found, expected in ((model, reference), (average, averaged)):
+            assert_close(found(inputs()), expected(inputs()), "output")
+        for found, expected in ((model, reference), (average, averaged)):
+            check(Program(found), Program(expected))
+
+
+@ranks(2)
+def test_data_that_does_not_fit_is_refused_by_name(world: World) -> None:
+    model: Any = shard(seeded(MLP))
+    weight = model.blocks[1][0].weight
+    with pytest.raises(RuntimeError, match=r"parameter '0.weight' was given data that is a plain tensor"):
+        weight.data = torch.zeros(weight.shape)
+    with pytest.raises(RuntimeError, match=r"parameter '0.weight' was given data of shape \(5, 3\) where \(5, 7\)"):
+        weight.data = weight.data[:, :3]
