@@ -277,6 +277,7 @@ class _InPlace:
 def _places(node: Any) -> list[tuple[Callable[[Any, Any], Any], Callable[[Any, Any, Any], None], Any, Any]]:
     """The items and attributes of an object: functions that read and set one, its key, and its value."""
     places: list[tuple[Any, Any, Any, Any]] = []
+    base: Any
     for base in (list, deque):
         if isinstance(node, base):
             places += [(base.__getitem__, base.__setitem__, i, value) for i, value in enumerate(base.__iter__(node))]

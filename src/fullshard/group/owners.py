@@ -73,7 +73,7 @@ def _follow_assignments() -> None:
     DTensor there, silently, and DTensors that belong to no group stay so."""
     by_torch: Any = torch.Tensor.data
 
-    def assign(tensor: DTensor, data: Any) -> None:
+    def assign(tensor: Any, data: Any) -> None:
         owner = owner_of(tensor)
         if owner is None or tensor is not owner[0].params[owner[1]].sharded:
             by_torch.__set__(tensor, data)

@@ -37,6 +37,7 @@ from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.checks import Emptied
 from fullshard.schedule.schedule import Schedule
 from fullshard.torch_private import apply_function, base_of, running_backward, storage_id
+from fullshard.tree import Replaced
 
 #: Arguments of a forward.
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -112,7 +113,7 @@ class Unit:
         self.to_run: set[nn.Module] = set()  # modules of a list whose forward has not ended, while it runs
         self._in_method = False
         #: The tensors that stand in the caller's containers for others, for each of the modules whose forward runs.
-        self._replaced: list[tuple[nn.Module, list[tree.Replaced]]] = []
+        self._replaced: list[tuple[nn.Module, list[Replaced]]] = []
         self._use = Use()
         self._is_opaque = False  # whether its forward returned no tensor: nothing tells when its backward begins
         self._in_backward: dict[Use, None] = {}  # the uses whose backward has begun and not ended
@@ -226,7 +227,7 @@ class Unit:
                     group.reshard_after_forward()
         self.phase, self._is_opaque = Phase.IDLE, False
 
-    def _lend(self, module: nn.Module) -> list[tree.Replaced]:
+    def _lend(self, module: nn.Module) -> list[Replaced]:
         """A list for what is replaced in the caller's containers until the forward of ``module`` ends."""
         self._replaced.append((module, []))
         return self._replaced[-1][1]
