@@ -197,7 +197,7 @@ class ShmTransport(Transport):
                 opened[inode] = Segment.open(Address(*address))
             except OSError as error:  # its memory ended with it
                 wait = Wait("a reduction", self.local_ranks.process_group(), route.tag)
-                raise lost(wait, f"rank {there}", error) from error
+                raise lost(wait, error, rank) from error
         return opened[inode]
 
     def _forget_slots_of(self, rank: int) -> None:
