@@ -8,9 +8,10 @@ optimizer state to the device for the step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from fullshard.torch_private import local_of, only_makes_state, running_backward
 _found: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[GroupContext]]]] = (
     weakref.WeakKeyDictionary()
 )
+_params: Callable[[dict[str, Any]], list[torch.Tensor]] = itemgetter("params")
 
 
 def watch_steps() -> None:
@@ -68,8 +70,14 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = _groups_of(optimizer)
+    params = () if only_makes_state(optimizer, kwargs) else chain.from_iterable(map(_params, optimizer.param_groups))
+    stepped = {id(param) for param in params if param.grad is not None}
     for group in groups:  # foreach optimizers on DTensors do not change versions when they write
         group.writes += 1
+        group.step.updates += 1
+        for each in group.params:
+            if id(each.sharded) in stepped:
+                each.updated = group.step.updates
     _move_state(optimizer, groups, to_device=False)
     if any(group.offloaded.disk is not None for group in groups):
         offload_state(optimizer)
@@ -77,7 +85,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _groups_of(optimizer: Optimizer) -> list[GroupContext]:
     """The groups whose parameters an optimizer has. Raises an error if it was not built from sharded parameters."""
-    ids = [*map(id, chain.from_iterable([options["params"] for options in optimizer.param_groups]))]
+    ids = [*map(id, chain.from_iterable(map(_params, optimizer.param_groups)))]
     known = _found.get(optimizer)
     if known is None or known[0] != ids:
         groups: dict[int, GroupContext] = {}
