@@ -223,19 +223,8 @@ flatten_mesh: Callable[[DeviceMesh, str], DeviceMesh] = DeviceMesh._flatten
 #: The number of the backward in which this thread runs, or -1 outside of any. A forward inside a backward is a
 #: recomputation.
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
-
-
-def leaves_below() -> set[int]:
-    """The ids of the leaves to which the running backward may come from the node that runs."""
-    found, seen, left = set[int](), set[Any](), [torch._C._current_autograd_node()]
-    while left:
-        if (node := left.pop()) is not None and node not in seen:
-            seen.add(node)
-            found.add(id(getattr(node, "variable", None)))
-            left += [below for below, _ in node.next_functions]
-    return found
-
-
+#: The node of autograd that runs in this thread.
+running_node: Callable[[], Any] = torch._C._current_autograd_node
 #: Calls back at the end of the backward that runs now; without it the last reductions would never be waited for.
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 #: Hooks that a user registered on a tensor, if any. They move from a parameter to the one that replaces it.

@@ -34,9 +34,9 @@ from fullshard.device import is_host
 from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.schedule.checks import Emptied
+from fullshard.schedule import checks
 from fullshard.schedule.schedule import Schedule
-from fullshard.torch_private import apply_function, base_of, leaves_below, running_backward, storage_id
+from fullshard.torch_private import apply_function, base_of, running_backward, running_node, storage_id
 
 #: Arguments of a forward.
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -101,7 +101,7 @@ class Unit:
         self.schedule: Schedule | None = None
         self.ignored: set[int] = set()
         self.extents: list[Any] = []  # where its parameters lay before they were sharded, see :mod:`fullshard.overlaps`
-        self.emptied: list[Emptied] = []
+        self.emptied: list[checks.Emptied] = []
         #: Hooks that it keeps only as the root of a tree. A deep copy of a handle needs its module beside it.
         self.root_hooks: list[tuple[nn.Module, RemovableHandle]] = []
         self.forward_prefetch: list[Unit] = []
@@ -311,7 +311,7 @@ class Unit:
     def _refuse_updated(self, use: Use) -> None:
         """Raise RuntimeError if an optimizer has changed what a backward is about to read of a forward."""
         updated = [param for group in self.needed for param in group.params if param.updated > use.updates]
-        leaves = leaves_below() if updated else ()
+        leaves = checks.leaves_below(running_node()) if updated else ()
         if changed := [f"'{param.name}'" for param in updated if id(param.unsharded) in leaves]:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise RuntimeError(
