@@ -90,12 +90,9 @@ class _CollectiveMail:
         self._work.append(work)
 
     def wait(self) -> None:
-        try:
-            for work in self._work:
-                if work is not None:
-                    work.wait()
-        except RuntimeError as error:
-            raise lost(self.waits_for, error) from error
+        with waiting(self.waits_for.what, self._group, self.waits_for.tag):
+            for work in filter(None, self._work):
+                work.wait()
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from fullshard.optim.local_steps import refuse_uncounted
 from fullshard.policies import warn
 from fullshard.strangers import strangers_of
 from fullshard.torch_private import local_of, only_makes_state, running_backward, set_local
+from fullshard.updates import note_update
 
 #: For each optimizer that was checked, the ids of its parameters, and their groups. (Parameters may refer to the
 #: optimizer by their hooks, and would keep it alive.)
@@ -70,14 +71,10 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = _groups_of(optimizer)
-    params = () if only_makes_state(optimizer, kwargs) else chain.from_iterable(map(_params, optimizer.param_groups))
-    stepped = {id(param) for param in params if param.grad is not None}
+    if not only_makes_state(optimizer, kwargs):
+        note_update(groups, chain.from_iterable(map(_params, optimizer.param_groups)))
     for group in groups:  # foreach optimizers on DTensors do not change versions when they write
         group.writes += 1
-        group.step.updates += 1
-        for each in group.params:
-            if id(each.sharded) in stepped:
-                each.updated = group.step.updates
     _move_state(optimizer, groups, to_device=False)
     if any(group.offloaded.disk is not None for group in groups):
         offload_state(optimizer)

@@ -1,4 +1,4 @@
-"""Checks of a tree, most of them before its first forward, for mistakes that would otherwise be silent.
+"""Checks before the first forward of a tree, for mistakes that would otherwise be silent.
 
 Owns the checks that need the whole tree or the other ranks. They cost nothing in a step.
 """
@@ -6,7 +6,6 @@ Owns the checks that need the whole tree or the other ranks. They cost nothing i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,14 +98,3 @@ def warn_of_added_parameters(modules: Sequence[nn.Module], groups: Sequence[Para
             f"their gradients reduced: add them before sharding, or reduce their gradients yourself",
             UserWarning,
         )
-
-
-def leaves_below(node: Any) -> set[int]:
-    """The ids of the leaves to which a backward comes from a node of autograd."""
-    found, seen, left = set[int](), set[Any](), [node]
-    while left:
-        if (node := left.pop()) is not None and node not in seen:
-            seen.add(node)
-            found.add(id(getattr(node, "variable", None)))
-            left += [below for below, _ in node.next_functions]
-    return found

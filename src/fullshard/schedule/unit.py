@@ -34,9 +34,10 @@ from fullshard.device import is_host
 from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.schedule import checks
+from fullshard.schedule.checks import Emptied
 from fullshard.schedule.schedule import Schedule
-from fullshard.torch_private import apply_function, base_of, running_backward, running_node, storage_id
+from fullshard.torch_private import apply_function, base_of, running_backward, storage_id
+from fullshard.updates import refuse_updated
 
 #: Arguments of a forward.
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -101,7 +102,7 @@ class Unit:
         self.schedule: Schedule | None = None
         self.ignored: set[int] = set()
         self.extents: list[Any] = []  # where its parameters lay before they were sharded, see :mod:`fullshard.overlaps`
-        self.emptied: list[checks.Emptied] = []
+        self.emptied: list[Emptied] = []
         #: Hooks that it keeps only as the root of a tree. A deep copy of a handle needs its module beside it.
         self.root_hooks: list[tuple[nn.Module, RemovableHandle]] = []
         self.forward_prefetch: list[Unit] = []
@@ -278,7 +279,7 @@ class Unit:
         schedule = self.schedule
         assert schedule is not None
         if use.updates != schedule.step.updates:
-            self._refuse_updated(use)
+            refuse_updated(self.needed, use.updates)
         if not schedule.step.now.has_backward:
             schedule.begin_backward()
         if use in self._in_backward:
@@ -308,18 +309,6 @@ class Unit:
             return  # another forward call is still in its backward, or an earlier backward is differentiated
         self.finish_backward(schedule, ahead=True)
 
-    def _refuse_updated(self, use: Use) -> None:
-        """Raise RuntimeError if an optimizer has changed what a backward is about to read of a forward."""
-        updated = [param for group in self.needed for param in group.params if param.updated > use.updates]
-        leaves = checks.leaves_below(running_node()) if updated else ()
-        if changed := [f"'{param.name}'" for param in updated if id(param.unsharded) in leaves]:
-            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-            raise RuntimeError(
-                f"an optimizer has stepped on parameters {', '.join(changed[:3])}{more} since the forward whose "
-                f"backward runs: it would compute gradients with their new values. Call backward() before the "
-                f"optimizer's step, or run the forward again after it"
-            )
-
     def mark_gradient(self, use: Use, grad: torch.Tensor | None) -> None:
         """Put a hook on the gradient of an input if it was computed to be differentiated (``create_graph=True``).
 
@@ -332,7 +321,7 @@ class Unit:
         """Runs when autograd goes through an earlier backward: the parameters are needed until all of it ends."""
         schedule = self.schedule
         assert schedule is not None
-        self._refuse_updated(use)
+        refuse_updated(self.needed, use.updates)
         schedule.begin_backward()
         self._is_differentiated = True
         self.begin_backward(schedule)
