@@ -22,7 +22,7 @@ LAYERS = (
     ("buffer",),
     ("disk",),
     ("comm",),
-    ("group",),
+    ("group", "updates"),
     ("schedule",),
     ("watch",),
     (

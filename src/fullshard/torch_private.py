@@ -223,6 +223,8 @@ flatten_mesh: Callable[[DeviceMesh, str], DeviceMesh] = DeviceMesh._flatten
 #: The number of the backward in which this thread runs, or -1 outside of any. A forward inside a backward is a
 #: recomputation.
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
+#: The node of autograd that runs in this thread.
+running_node: Callable[[], Any] = torch._C._current_autograd_node
 #: Calls back at the end of the backward that runs now; without it the last reductions would never be waited for.
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 #: Hooks that a user registered on a tensor, if any. They move from a parameter to the one that replaces it.

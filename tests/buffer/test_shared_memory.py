@@ -7,13 +7,17 @@ import mmap
 import multiprocessing
 import os
 import resource
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from fullshard.buffer.shared_memory import LINE, Counters, Segment, can_share
+from fullshard.buffer import shared_memory
+from fullshard.buffer.shared_memory import LINE, Address, Counters, Segment, can_share
 from tests.harness.held import mappings, open_files
 
 pytestmark = pytest.mark.skipif(not can_share(), reason="this system shares no memory")
@@ -103,8 +107,36 @@ def test_another_file_in_the_place_of_a_segment_is_not_taken_for_it() -> None:
     gc.collect()
     other = Segment.create(PAGE)
     assert other.address.fd == gone.fd, "the number is used again"
-    with pytest.raises(FileNotFoundError, match="another file"):
-        Segment.open(gone)
+    with tempfile.TemporaryFile() as file, pytest.raises(FileNotFoundError, match="another file"):
+        Segment.open(Address(os.getpid(), file.fileno(), os.fstat(file.fileno()).st_ino, 0))
+    for mistaken in (gone, other.address._replace(nbytes=2 * PAGE)):
+        with pytest.raises(FileNotFoundError, match="another file"):
+            Segment.open(mistaken)
+
+
+def test_a_process_forks_while_another_of_its_threads_lets_go_of_segments() -> None:
+    """What is copied for the child must not be unmapped meanwhile."""
+
+    def take_turns() -> None:
+        shown = Segment.create(64 * PAGE)
+        shown.pages.own = [(0, 64 * PAGE)]
+        end = time.monotonic() + 1
+
+        def come_and_go() -> None:
+            while time.monotonic() < end:
+                Segment.create(64 * PAGE).pages.own = [(0, 64 * PAGE)]
+                shared_memory.forget_copies()
+
+        threads = [threading.Thread(target=come_and_go) for _ in range(2)]
+        for each in threads:
+            each.start()
+        while time.monotonic() < end:
+            shared_memory._before_fork()
+        for each in threads:
+            each.join()
+
+    assert in_child(take_turns) == 0
+    gc.collect()
 
 
 def test_its_space_is_reserved() -> None:

@@ -352,6 +352,16 @@ def test_a_replica_after_a_save_on_disk_that_is_under_way_follows_it(world: Worl
     assert checkpoint.load(tmp_path / "saves", model, replicas=replicas) == {"step": 2}
 
 
+@ranks(2)
+def test_what_is_on_a_disk_is_written_before_a_save_returns(world: World, tmp_path: Path) -> None:
+    """It is not copied: also where an evaluation has left the root whole."""
+    model = fullshard.fully_shard(torch.nn.Linear(256, 256), offload_policy=fullshard.DiskOffloadPolicy(tmp_path))
+    with torch.no_grad():
+        model(torch.ones(1, 256))
+    checkpoint.save(tmp_path / "saves", model, wait=False)
+    assert checkpoint.wait_until_finished() is None
+
+
 def test_a_program_that_is_killed_between_two_saves_leaves_the_first(tmp_path: Path) -> None:
     program = f"""
 import os, signal, torch

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fullshard.buffer.shared_memory import Counters, Segment
 from fullshard.comm.local_ranks import LocalRanks, PassBarrier, find_local_ranks
+from fullshard.comm.waits import WAITS, waiting
 from tests.harness import RankPool, World, ranks
 
 #: Where a rank is that trains nothing, also if an earlier test in its process did.
@@ -146,11 +147,11 @@ def test_the_timeout_of_the_process_group_holds_and_names_who_is_late(world: Wor
     counters = Counters(shared(among).segment, 0, world.rank, world.size)
     dist.barrier()
     if world.rank == 0:
-        with pytest.raises(
-            RuntimeError,
-            match=rf"rank 0 waited in a test, {NO_PASS}, for rank 2 \(process \d+\) for 1 s, the timeout",
-        ):
-            among.wait(counters, 1, "a test")
+        match = rf"rank 0 waited in another wait, {NO_PASS}, for rank 2 \(process \d+\) for 1 s, the timeout"
+        with waiting("another wait", short):
+            with pytest.raises(RuntimeError, match=match):
+                among.wait(counters, 1, "a test")
+            assert WAITS.current is not None, "the wait around it goes on"
     elif world.rank == 1:
         counters.set(1)
     dist.barrier()

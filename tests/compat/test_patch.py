@@ -126,6 +126,7 @@ def test_children_are_told_by_the_environment() -> None:
     idle = "import sys; assert not any('fullshard' in str(each) for each in (*sys.modules, *sys.meta_path))"
     for off in ("", "0", "false", "No", "off"):
         assert run("-S", "-c", line + idle, FULLSHARD_PATCH=off).returncode == 0, off  # without what is installed
+    assert run("-I", "-S", "-c", line + idle, FULLSHARD_PATCH="1").returncode == 0  # which heeds no variable
 
 
 @pytest.mark.parametrize("command", [["-m", "fullshard"], [str(Path(sys.executable).with_name("fullshard"))]])

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -163,6 +164,33 @@ def test_no_fault_of_the_disk_is_silent(tmp_path: Path, monkeypatch: pytest.Monk
         return
     with pytest.raises(DiskError, match=rf"parameter 'layer\.weight' in .*{tmp_path}.*from the last checkpoint"):
         region.read(after).wait()
+    monkeypatch.undo()
+    region.write(values).wait()  # as a checkpoint is loaded, once the disk has room again
+    region.read(after).wait()
+    assert torch.equal(after, values)
+
+
+def test_threads_that_write_at_once_write_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = DiskFile(tmp_path)
+    region, values = written(file, 5000)
+    spans, submit, write = list[tuple[float, float]](), file.submit, region._write
+
+    def slow_write(*args: Any) -> None:
+        begin = time.monotonic()
+        time.sleep(0.05)
+        write(*args)
+        spans.append((begin, time.monotonic()))
+
+    monkeypatch.setattr(file, "submit", lambda *args: (time.sleep(0.05), submit(*args))[1])
+    monkeypatch.setattr(region, "_write", slow_write)
+    threads = [threading.Thread(target=region.write, args=(values + number,)) for number in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    region._last.wait()
+    (_, end), (begin, _) = sorted(spans)
+    assert end <= begin
 
 
 @WAYS

@@ -104,7 +104,22 @@ def test_an_operation_that_would_give_it_other_memory_is_refused(file: DiskFile)
         mine.resize_(8)
     with pytest.raises(RuntimeError, match=r"offloaded to a disk: clone it first"):
         mine.view(torch.int32)
+    for share in (mine.share_memory_, lambda: torch.from_dlpack(mine)):  # which would read from address 0
+        with pytest.raises(RuntimeError, match=r"on DiskTensor.*offloaded to a disk: copy its values first"):
+            share()
     assert torch.equal(mine, theirs)
+
+
+def test_its_values_go_to_numpy_and_python(file: DiskFile) -> None:
+    numpy = pytest.importorskip("numpy")
+    mine, theirs = pair(file, 3, 2)
+    for array in (mine.numpy(), mine.detach().t().numpy().T, numpy.asarray(mine)):
+        assert numpy.array_equal(array, theirs.numpy())
+    assert mine.tolist() == theirs.tolist()
+    assert f"{mine[0, 1]:.3f}" == f"{theirs[0, 1]:.3f}"
+    numpy.array(mine)[0] = 7  # a copy
+    with pytest.raises(ValueError, match="read-only"):  # or it would be lost
+        mine.numpy()[0] = 7
 
 
 def test_it_is_pickled_as_a_plain_tensor(file: DiskFile) -> None:

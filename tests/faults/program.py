@@ -11,20 +11,24 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
+from fullshard.optim import LocalSteps
 
 #: What may go wrong on one rank.
-FAULTS = ("none", "delay", "raise", "kill", "stop", "swap", "leave", "skip", "early", "more")
+FAULTS = ("none", "delay", "raise", "kill", "between", "stop", "swap", "leave", "skip", "early", "more")
 #: Faults after which every rank trains right.
 HARMLESS = ("none", "delay")
+#: Faults after which ranks do not run the same: replicas of LocalSteps may.
+DIFFERENT = ("swap", "leave", "skip", "more")
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,10 @@ class Case:
         seed: of the model and the batches.
         world: ranks.
         transport: as ``FULLSHARD_TRANSPORT`` says it.
-        front_end: ``fully_shard``, ``original`` or ``flat``.
+        front_end: ``fully_shard``, ``original``, ``flat``, or ``local``: ``LocalSteps`` of replicas, after each step.
         widths: of the blocks' inner layers.
         micro_batches: for each step of the optimizer.
-        fault: one of :data:`FAULTS`.
+        fault: one of :data:`FAULTS`; ``between`` kills the rank before its step, to which the others come later.
         rank: to which it is done.
         step: in which.
         block: at which, in forward.
@@ -67,11 +71,11 @@ def random_case(seed: int) -> Case:
     """The case of a seed."""
     choose = random.Random(seed)
     world, blocks = choose.choice([2, 2, 3]), choose.randint(2, 5)
-    return Case(
+    case = Case(
         seed,
         world,
         choose.choice(["shm", "p2p", "collective", ""]),
-        choose.choice(["fully_shard", "fully_shard", "original", "flat"]),
+        choose.choice(["fully_shard", "fully_shard", "original", "flat", "local"]),
         # of one size, so that blocks can be taken for each other, or of any
         (choose.choice([8, 48]),) * blocks
         if choose.random() < 0.5
@@ -85,6 +89,7 @@ def random_case(seed: int) -> Case:
         choose.random() < 0.25,
         choose.random() < 0.3,
     )
+    return replace(case, fault="between") if case.front_end == "local" and case.fault in DIFFERENT else case
 
 
 class _Do(torch.autograd.Function):
@@ -172,11 +177,15 @@ def reference(case: Case) -> list[list[float]]:
 
 def _sharded(case: Case) -> Any:
     model = _model(case)
-    if case.front_end == "fully_shard":
-        wire = fullshard.WirePolicy("int8", "int8", min_numel=10**9) if case.wire else fullshard.WirePolicy()
+    if case.front_end in ("fully_shard", "local"):
+        options: dict[str, Any] = {}
+        if case.wire:
+            options["wire_policy"] = fullshard.WirePolicy("int8", "int8", min_numel=10**9)
+        if case.front_end == "local":
+            options["mesh"] = init_device_mesh("cpu", (case.world, 1), mesh_dim_names=("replicate", "shard"))
         for block in model.blocks:
-            fullshard.fully_shard(block, wire_policy=wire)
-        return fullshard.fully_shard(model, wire_policy=wire)
+            fullshard.fully_shard(block, **options)
+        return fullshard.fully_shard(model, **options)
     original = case.front_end == "original"
     for index, block in enumerate(model.blocks):
         model.blocks[index] = fullshard.FullyShardedDataParallel(block, use_orig_params=original)
@@ -187,10 +196,16 @@ def train(case: Case, rank: int) -> Iterator[float]:
     """The losses of a rank, as they come."""
     model = _sharded(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if case.front_end == "local":
+        LocalSteps(model, optimizer, every=1)
     for step in range(case.steps):
         is_faulty = rank == case.rank and step == case.step
         if is_faulty and case.fault == "early":
             return
+        if is_faulty and case.fault == "between":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == case.step and case.fault == "between":
+            time.sleep(0.7)  # the system has closed the connections meanwhile
         for micro_batch in range(case.micro_batches):
             if is_faulty and case.fault == "skip" and micro_batch == case.micro_batches - 1:
                 continue

@@ -30,6 +30,7 @@ _LOST = (
 _SAYS = {
     "raise": _LOST + r"has ended in the .* of step {step}\b.*: ValueError: a bad batch",
     "kill": _LOST + r"was killed or has crashed",
+    "between": _LOST + r"was killed or has crashed",
     "early": _LOST + r"has ended (between the passes of step {step}\b.*|before its first forward): its program is over",
     "delay": r"Rank \d is .*, where it has waited \d+ s for .*\. .*(Rank|ranks)( \d,)* {rank}[ ,]",
     "stop": r"Nothing arrived in 8 s\..*(Rank|ranks)( \d,)* {rank}(, \d)* "
@@ -135,7 +136,7 @@ def judge(case: Case, results: list[RankResult]) -> str:
                 wrong.append(f"rank {rank} did not say that it waits: {result.printed[-800:]}")
             if result.ended != "returned" or len(result.losses) != len(expected[rank]):
                 wrong.append(f"rank {rank} {result.ended} after {len(result.losses)} losses: {result.said[-800:]}")
-        elif not (is_faulty and case.fault in ("kill", "stop", "early")):
+        elif not (is_faulty and case.fault in ("kill", "between", "stop", "early")):
             wrong += [f"rank {rank} {what}" for what in _faults_of(case, rank, results)]
     return "; ".join(wrong)
 
@@ -169,7 +170,7 @@ def _says(case: Case, first_was_ended: bool = False) -> str:
     """What errors must say, as a regular expression; ``first_was_ended``: whether gloo has ended rank 0."""
     differ = _DIFFER_AT_THE_END if case.fault in ("skip", "more") and case.step == case.steps - 1 else _DIFFER
     says = _SAYS.get(case.fault, differ)
-    ends_with_store = (case.rank == 0 and case.fault in ("kill", "early")) or differ is _DIFFER_AT_THE_END
+    ends_with_store = (case.rank == 0 and case.fault in ("kill", "between", "early")) or differ is _DIFFER_AT_THE_END
     ends_with_store = ends_with_store or first_was_ended
     if case.store_with_rank_0 and ends_with_store:
         says += _WITH_STORE

@@ -35,6 +35,13 @@ def test_a_fault_of_each_kind() -> None:
     check([*cases, replace(ONE, fault="early", step=0)])  # before the first forward too
 
 
+def test_a_rank_that_comes_after_another_was_killed_is_told_by_what_it_sends() -> None:
+    """It never waits: its first call of the backend fails."""
+    killed = replace(ONE, fault="between", transport="p2p")
+    others = [replace(killed, wire=True), replace(killed, front_end="local"), replace(killed, transport="collective")]
+    check([killed, *others])
+
+
 def test_ranks_of_which_gloo_ends_one_are_told_where_they_parted() -> None:
     """Its collectives end a process that is sent more than it expects."""
     one = replace(ONE, transport="collective", fault="leave", block=0, widths=(12, 48), front_end="original")

@@ -55,6 +55,14 @@ def test_the_clocks_of_other_hosts_do_not_count(
     assert 1 in later.read([1])
 
 
+def test_a_report_of_another_version_is_read_as_far_as_it_is_known(watcher: Watch, store: Any, key: str) -> None:
+    store.set(f"{key}1", '{"rank": 1, "process": 99, "host": "there", "ended": "an error", "news": 1}')
+    assert watcher._reports.read([1])[1].ended == "an error"
+    for unknown in ('{"rank": 2}', "[2]", "no JSON"):
+        store.set(f"{key}2", unknown)
+        assert 2 not in watcher._reports.read([2])
+
+
 def test_the_last_report_of_a_killed_rank_is_said_to_be_old(watcher: Watch) -> None:
     """It tells where it is once a second, in which it may have trained some steps."""
     process = subprocess.Popen(["true"])

@@ -49,6 +49,21 @@ def test_an_error_that_ends_the_program_is_told_at_once(watcher: Watch, store: A
     assert b"ValueError: a bad batch" in store.get(f"{key}0")
 
 
+def test_a_rank_of_which_nothing_is_known_is_named(watcher: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a rank that sends, and waits for nobody."""
+    monkeypatch.setattr(StoreConnection, "has_gone", True)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
+    assert watcher.explain(None).startswith("Rank 1 may have ended (the store")
+
+
+def test_a_lost_connection_in_a_call_of_the_user_is_explained(watcher: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WAITS, "explain", lambda _: "Rank 1 was killed")
+    raw = RuntimeError("[/b/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    assert [note for explain in watch.explainers if (note := explain(raw))] == ["Rank 1 was killed"]
+    watcher.show(raw)
+    assert watcher.shown[1] is False  # the first error is another rank's
+
+
 def test_ranks_to_which_values_still_come_are_not_stuck(watcher: Watch) -> None:
     """A large group takes long on a slow network, and all of its ranks wait meanwhile."""
     watcher._mine = Report(0, os.getpid(), "here", waits="a gather", waits_for=[1], waited=50, quiet=50)

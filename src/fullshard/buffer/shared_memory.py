@@ -17,8 +17,9 @@ import os
 import platform
 import resource
 import sys
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 LINE = 64  # bytes that counters take for each process: no two share a cache line
-_PAGEMAP = "/proc/self/pagemap"
+_NAME, _PAGEMAP = "fullshard", "/proc/self/pagemap"
 _OF_PROCESS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 _MOVE = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
@@ -92,6 +93,7 @@ class Pages:
         self.is_shared = bool(flags & mmap.MAP_SHARED)
         #: The parts, where each begins and how many bytes it has, that a forked child is to see.
         self.own: Sequence[tuple[int, int]] = ()
+        self.memory: Callable[[], object] = lambda: None  # what keeps them mapped, as long as it is there
         self._copy: Pages | None = None
 
     def replace(self, other: Pages) -> None:
@@ -104,10 +106,11 @@ class Pages:
         _libc().munmap(self.start, self.nbytes)
 
     def forget_copy(self) -> None:
-        copy, self._copy = self._copy, None
-        _copied.discard(self)
-        if copy is not None:
-            copy.unmap()
+        with _copying:
+            copy, self._copy = self._copy, None
+            _copied.discard(self)
+            if copy is not None:
+                copy.unmap()
 
     def copy_for_children(self) -> None:
         """Copy the parts that a forked child must see. Children that are forked one after the other share a copy."""
@@ -134,6 +137,7 @@ class Pages:
 #: The mappings that tensors may lie in, by where they begin; and those of which there is a copy for children.
 _mapped: dict[int, Pages] = {}
 _copied: set[Pages] = set()
+_copying = threading.RLock()  # another thread may unmap, or forget a copy, while one forks
 
 
 def _checked(start: int | None) -> int:
@@ -143,11 +147,16 @@ def _checked(start: int | None) -> int:
 
 
 def _before_fork() -> None:
-    for pages in tuple(_mapped.values()):
-        pages.copy_for_children()
+    with _copying:
+        for pages in tuple(_mapped.values()):
+            if (memory := pages.memory()) is not None:
+                pages.copy_for_children()
+            del memory
 
 
 def _in_child() -> None:
+    global _copying
+    _copying = threading.RLock()
     for pages in tuple(_mapped.values()):
         pages.make_private()
     _copied.clear()
@@ -180,6 +189,7 @@ class Segment:
         self.memory = (ctypes.c_char * pages.nbytes).from_address(pages.start)
         self._end = weakref.finalize(self.memory, pages.unmap)
         self._end.atexit = False  # tensors may outlive this module
+        pages.memory = weakref.ref(self.memory)
         _mapped[pages.start] = pages
         self.address = address
         self.file = file  # of the process that made the segment: others may open it as long as this is there
@@ -194,7 +204,7 @@ class Segment:
     def create(cls, nbytes: int) -> Segment:
         """New memory, all zeros."""
         nbytes = max(1, nbytes)
-        file = File(os.memfd_create("fullshard", os.MFD_CLOEXEC))
+        file = File(os.memfd_create(_NAME, os.MFD_CLOEXEC))
         os.posix_fallocate(file.fd, 0, nbytes)
         address = Address(os.getpid(), file.fd, os.fstat(file.fd).st_ino, nbytes)
         return cls(Pages(file.fd, nbytes, mmap.MAP_SHARED), address, file)
@@ -203,10 +213,13 @@ class Segment:
     def open(cls, address: Address, flags: int = mmap.MAP_SHARED) -> Segment:
         """The memory that a process made. With ``MAP_PRIVATE`` writes of this process go to copies of the pages, of
         which :meth:`was_written` tells, and of which :meth:`discard_writes` lets go."""
-        file = File(os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC))
-        if os.fstat(file.fd).st_ino != address.inode:
-            raise FileNotFoundError(f"process {address.pid} has another file where its shared memory was")
-        return cls(Pages(file.fd, address.nbytes, flags), address)
+        link = f"/proc/{address.pid}/fd/{address.fd}"
+        if os.readlink(link).startswith(f"/memfd:{_NAME} "):  # to open another kind of file may block
+            file = File(os.open(link, os.O_RDWR | os.O_CLOEXEC))
+            found = os.fstat(file.fd)
+            if (found.st_ino, found.st_size) == (address.inode, address.nbytes):
+                return cls(Pages(file.fd, address.nbytes, flags), address)
+        raise FileNotFoundError(f"process {address.pid} has another file where its shared memory was")
 
     def become(self, other: Segment) -> None:
         """Move the tensors, and this process's own parts, to the memory of ``other``, in which no tensor may lie."""

@@ -108,15 +108,15 @@ class Hosts:
         for start in range(0, max([size, *(copy.file.size for copy in copies)]), _MESSAGE):
             works: list[dist.Work | None] = []
             incoming: list[tuple[_Copy, torch.Tensor]] = []
-            if data is not None and start < size:
-                part = data[start : start + _MESSAGE]
-                works.append(dist.isend(part, group=group, group_dst=self.to, tag=_TAG))
-            for copy in copies:
-                if start < copy.file.size:
-                    part = torch.empty(min(_MESSAGE, copy.file.size - start), dtype=torch.uint8)
-                    works.append(dist.irecv(part, group=group, group_src=copy.rank, tag=_TAG))
-                    incoming.append((copy, part))
             with waiting("the copies of a checkpoint", group):
+                if data is not None and start < size:
+                    part = data[start : start + _MESSAGE]
+                    works.append(dist.isend(part, group=group, group_dst=self.to, tag=_TAG))
+                for copy in copies:
+                    if start < copy.file.size:
+                        part = torch.empty(min(_MESSAGE, copy.file.size - start), dtype=torch.uint8)
+                        works.append(dist.irecv(part, group=group, group_src=copy.rank, tag=_TAG))
+                        incoming.append((copy, part))
                 for work in works:
                     work.wait()  # type: ignore[union-attr]
             for copy, part in incoming:

@@ -58,11 +58,11 @@ from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.removal import remove_older
 from fullshard.checkpoint.replicas import Hosts, Sent
 from fullshard.checkpoint.storage import Partial, Storage, located, storage_of
-from fullshard.optim.disk_step import is_on_disk
 from fullshard.optim.local_steps import refuse_mixture, replica_of
 from fullshard.policies import warn
 from fullshard.report.metrics import Metrics
 from fullshard.report.text import bytes_of, bytes_text, quantity_text, seconds_text
+from fullshard.schedule.unit import groups_in
 from fullshard.torch_private import foreach_copy
 
 if TYPE_CHECKING:
@@ -156,7 +156,8 @@ def save(
     manifest.time, manifest.metrics = datetime.now(UTC), metrics
     writing = _Writing(storage_of(memory or root), ranks, policies, manifest, began, root if memory else None, step)
     writing.logged = Metrics.of(model)
-    wait = wait or any(map(is_on_disk, model.parameters()))  # nothing is copied: there is no memory for a copy
+    # What is on a disk is not copied: there is no memory for a copy. The model may show whole parameters now.
+    wait = wait or any(group.offloaded.disk is not None for group in groups_in(model, recurse=True))
     # What an older save has yet to publish decides a new number, and what a replica belongs to.
     writing.prepare(model, optimizer, state, begin=wait or (budget is None and not writing.storage.is_slow))
     if wait:

@@ -70,7 +70,8 @@ class AllReduceRoute:
                 scaling = Scaling(before=reduction.divisor)
             values = torch.view_as_real(values) if values.is_complex() else values
             divide_(values, scaling.before)
-            pending.works.append(dist.all_reduce(values, scaling.op, self._group, async_op=self._is_host))
+            with waiting("an all-reduce", self._group, self._tag):
+                pending.works.append(dist.all_reduce(values, scaling.op, self._group, async_op=self._is_host))
             pending.divided.append((values, scaling.after))
         return pending
 

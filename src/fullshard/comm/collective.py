@@ -26,7 +26,7 @@ from fullshard.comm.encoded import EncodedRoute, Post, Span
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transport, alias
-from fullshard.comm.waits import WAITS, Wait, comes_from_backend, lost
+from fullshard.comm.waits import WAITS, Wait, lost, waiting
 from fullshard.device import Pending, is_host
 from fullshard.policies import AllGather, Comm, ReduceScatter
 from fullshard.torch_private import Collective, Collectives, all_gather_over, foreach_copy, reduce_scatter_over
@@ -81,22 +81,18 @@ class _CollectiveMail:
 
     def close(self) -> None:
         post, group, by_host = self._post, self._group, is_host(self._post.inbox.device)
-        if post.gathers:
-            work = all_gather_over(group, by_host)[0](post.inbox, post.sent[group.rank()])
-        else:
-            received, sent = ([letter.numel() for letter in letters] for letters in (post.received, post.sent))
-            work = dist.all_to_all_single(post.inbox, post.outbox, received, sent, group, async_op=by_host)
+        with waiting(self.waits_for.what, group, self.waits_for.tag):
+            if post.gathers:
+                work = all_gather_over(group, by_host)[0](post.inbox, post.sent[group.rank()])
+            else:
+                received, sent = ([letter.numel() for letter in letters] for letters in (post.received, post.sent))
+                work = dist.all_to_all_single(post.inbox, post.outbox, received, sent, group, async_op=by_host)
         self._work.append(work)
 
     def wait(self) -> None:
-        try:
-            for work in self._work:
-                if work is not None:
-                    work.wait()
-        except RuntimeError as error:
-            if not comes_from_backend(error):
-                raise
-            raise lost(self.waits_for, "another rank", error) from error
+        with waiting(self.waits_for.what, self._group, self.waits_for.tag):
+            for work in filter(None, self._work):
+                work.wait()
 
 
 @dataclass(frozen=True)
@@ -182,9 +178,11 @@ class _CollectiveRoute:
                     outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
                 pending.works += [together(outputs, inputs)] if together else map(collective, outputs, inputs)
                 pending.started += [(call, targets, scaling.after)]
-        except BaseException:
+        except BaseException as error:
             with suppress(RuntimeError):
                 pending.finish()  # what was started writes to the buffers
+            if isinstance(error, RuntimeError):
+                raise lost(self._wait, error) from error
             raise
         return pending
 
@@ -298,9 +296,7 @@ class _PendingCollectives:
                 if work is not None:
                     work.wait()
         except RuntimeError as error:
-            if not comes_from_backend(error):
-                raise
-            raise lost(self.wait, "another rank", error) from error
+            raise lost(self.wait, error) from error
         finally:
             WAITS.current = None
         for call, targets, divisor in self.started:

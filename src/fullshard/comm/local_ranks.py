@@ -87,7 +87,7 @@ class LocalRanks:
         Raises PeerFailureError if a rank ended before, the wait cannot end, or the timeout of the group has passed."""
         if counters.reached(value):
             return
-        begin = time.monotonic()
+        begin, before = time.monotonic(), WAITS.current
         look_alive = begin + _ALIVE
         try:
             while not counters.reached(value):
@@ -105,7 +105,7 @@ class LocalRanks:
                     look_alive = now + _ALIVE
                     self._check_peers(counters, value, WAITS.current, now - begin)
         finally:
-            WAITS.current = None
+            WAITS.current = before
 
     def _check_peers(self, counters: Counters, value: int, wait: Wait, waited: float) -> None:
         ended = [self._rank_of[watched] for watched, _ in self._poll.poll(0)]  # before the look at where they are

@@ -15,7 +15,7 @@ A reduction with more than two goes on in ``finish``, which ranks must therefore
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat, starmap, zip_longest
@@ -117,15 +117,18 @@ class _Exchange:
     def post(self, planned: _BoundRound) -> None:
         route, group = self.route, self.route.process_group
         works: list[dist.Work] = []
-        for piece in planned.in_shards:
-            works.append(group.recv([piece.of_shard(self.shards[piece.section])], route.first, route.tag))
-        works += starmap(group.recv, planned.receives)
-        if planned.before[0]:
-            foreach_copy(*planned.before)
-        for source, peer in planned.sends:
-            values = source.of_full(self.fulls[source.section]) if isinstance(source, Piece) else source
-            works.append(group.send([values], peer, route.tag))
         self.works.append(works)
+        try:
+            for piece in planned.in_shards:
+                works.append(group.recv([piece.of_shard(self.shards[piece.section])], route.first, route.tag))
+            works += starmap(group.recv, planned.receives)
+            if planned.before[0]:
+                foreach_copy(*planned.before)
+            for source, peer in planned.sends:
+                values = source.of_full(self.fulls[source.section]) if isinstance(source, Piece) else source
+                works.append(group.send([values], peer, route.tag))
+        except RuntimeError as error:
+            raise lost(route.wait, error, planned.peers[len(works)]) from error
 
     def finish(self) -> None:
         """Complete the rounds. Staging is not given back if a rank is lost: what is on its way may be written to it."""
@@ -137,8 +140,7 @@ class _Exchange:
                 for work, peer in zip(self.works[index], arrived.peers, strict=True):  # noqa: B007 - for the error
                     work.wait()
             except RuntimeError as error:
-                rank = dist.get_global_rank(self.route.process_group, peer)
-                raise lost(self.route.wait, f"rank {rank}", error) from error
+                raise lost(self.route.wait, error, peer) from error
             finally:
                 WAITS.current = None
             self.works[index].clear()
@@ -176,13 +178,19 @@ class _PairMail:
         self._posted = _posted.setdefault(group, [])
         self._posted.append(self._works)
         for rank, (letter, messages) in enumerate(zip(post.received, post.messages, strict=True)):
-            self._works += [(group.recv([letter[slice(*span)]], rank, self._tag), rank) for span in messages]
+            for span in messages:
+                self._start(group.recv, letter[slice(*span)], rank)
 
     def send(self, rank: int, span: Span) -> None:
         group, mine = self._group, self._group.rank()
         for peer in [each for each in range(group.size()) if each != mine] if self._post.gathers else [rank]:
-            message = self._post.sent[peer][slice(*span)]
-            self._works.append((group.send([message], peer, self._tag), peer))
+            self._start(group.send, self._post.sent[peer][slice(*span)], peer)
+
+    def _start(self, call: Callable[..., dist.Work], message: torch.Tensor, peer: int) -> None:
+        try:
+            self._works.append((call([message], peer, self._tag), peer))
+        except RuntimeError as error:
+            raise lost(self.waits_for, error, peer) from error
 
     def close(self) -> None:
         return
@@ -192,7 +200,7 @@ class _PairMail:
             for work, peer in self._works:  # noqa: B007 - for the error
                 work.wait()
         except RuntimeError as error:
-            raise lost(self.waits_for, f"rank {dist.get_global_rank(self._group, peer)}", error) from error
+            raise lost(self.waits_for, error, peer) from error
         self._posted.remove(self._works)
 
 

@@ -119,7 +119,13 @@ class ShmTransport(Transport):
 
     def reserve_shared(self, nbytes: int) -> SharedMemory:
         start = LINE * self.local_ranks.size
-        segment, view = Segment.reserve(start + nbytes), Segment.reserve(start + nbytes)
+        try:
+            segment, view = Segment.reserve(start + nbytes), Segment.reserve(start + nbytes)
+        except OSError as error:
+            raise RuntimeError(
+                f"no address space for 2 x {nbytes} bytes of parameters that ranks share ({error}): raise the limit "
+                f"of this process (ulimit -v), or set FULLSHARD_TRANSPORT=p2p"
+            ) from error
         return SharedMemory(segment, view, start, PassBarrier(self.local_ranks, segment))
 
     def map_shared(self, memory: SharedMemory | None) -> bool:
@@ -197,7 +203,7 @@ class ShmTransport(Transport):
                 opened[inode] = Segment.open(Address(*address))
             except OSError as error:  # its memory ended with it
                 wait = Wait("a reduction", self.local_ranks.process_group(), route.tag)
-                raise lost(wait, f"rank {there}", error) from error
+                raise lost(wait, error, rank) from error
         return opened[inode]
 
     def _forget_slots_of(self, rank: int) -> None:

@@ -99,8 +99,12 @@ def checks_are_on() -> bool:
     return os.environ.get("FULLSHARD_CHECKS") != "0"
 
 
-def lost(wait: Wait, rank: str, error: object) -> PeerFailureError:
-    """What to raise when a wait for ``rank`` has failed with ``error``: backends say that a rank was lost, not why."""
+def lost(wait: Wait, error: Exception, peer: int | None = None) -> PeerFailureError:
+    """What to raise for an ``error`` in a call of a backend, perhaps about the rank ``peer`` of the group: backends say
+    that a rank was lost, not why. An error that no backend raised is raised as it is."""
+    if isinstance(error, RuntimeError) and not comes_from_backend(error):
+        raise error
+    rank = "another rank" if peer is None else f"rank {dist.get_process_group_ranks(wait.process_group)[peer]}"
     why, at = WAITS.explain(wait.process_group), describe_with_position(wait)
     said = str(error).partition(". ")[0]
     return PeerFailureError(f"rank {dist.get_rank()} lost its connection to {rank} in {at}. {why} ({said})")
@@ -128,15 +132,13 @@ def named(tag: int) -> str:
 
 @contextmanager
 def waiting(what: str, process_group: dist.ProcessGroup | None, tag: int = -1) -> Iterator[None]:
-    """A context of a wait for the ranks of a process group. Raises PeerFailureError if a backend says that one is
-    lost."""
+    """A context of calls that wait for the ranks of a process group, or send to them. Raises PeerFailureError if a
+    backend says that one is lost."""
     wait = Wait(what, process_group, tag)
     before = WAITS.change(wait)
     try:
         yield
     except RuntimeError as error:
-        if not comes_from_backend(error):
-            raise
-        raise lost(wait, "another rank", error) from error
+        raise lost(wait, error) from error
     finally:
         WAITS.change(before)

@@ -136,7 +136,7 @@ class DiskFile:
         self.staging = Staging(staging_bytes)
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # where regions begin that are free, by size
         self._behind: deque[tuple[Work, int]] = deque()
-        self._lock = threading.RLock()  # a region may be freed, by a collection, while another is allocated
+        self.lock = threading.RLock()  # a region may be freed, by a collection, while another is allocated
         self._local, self._process = threading.local(), os.getpid()
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,7 @@ class DiskFile:
         """A region for ``numel`` elements; ``what`` names the tensor in errors. Raises DiskError: the disk is full."""
         size = -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         bound_freed(self.staging_bytes)
-        with self._lock:
+        with self.lock:
             if self._free[size]:
                 return Region(self, self._free[size].pop(), size, numel, dtype, what)
             start = self.nbytes
@@ -185,7 +185,7 @@ class DiskFile:
 
     def free(self, start: int, size: int) -> None:
         """Let other tensors have a region. Nothing is under way there: it would refer to the region."""
-        with self._lock:
+        with self.lock:
             self._free[size].append(start)
 
     def submit(self, verb: str, move: Callable[[int], None], blocks: Sequence[int]) -> Work:
@@ -240,7 +240,7 @@ class Region:
         self._start = start
         self._checksums: list[int | None] = [None] * -(-size // BLOCK)  # ``None``: never written, so it is zeros
         self._last = Work()  # what is under way here
-        self._failure: BaseException | None = None
+        self._failures: dict[int, DiskError] = {}  # of the blocks that were not written the last time
         weakref.finalize(self, file.free, start, size).atexit = False
 
     @property
@@ -259,26 +259,28 @@ class Region:
     def write(self, values: torch.Tensor, start: int = 0) -> Work:
         """Start to write ``values`` (1-D, contiguous, of the dtype), as the elements from ``start`` on. They must not
         change before it is done. They end where a block or the region ends."""
-        self.writes += 1
         return self._move(values, start, "write", self._write)
 
     def _move(self, tensor: torch.Tensor, start: int, verb: str, move: Callable[..., None]) -> Work:
         assert start % self.step == 0, "parts of a region begin where a block begins"
-        first, before = start // self.step, self._last
         tensor = tensor.detach()
-
-        def run(number: int) -> None:
-            wait(before.blocks)  # each waits only for what was submitted before it
-            move(number, tensor[number * self.step - start : (number + 1) * self.step - start])
-
+        first = start // self.step
         blocks = range(first, first - (-tensor.numel() // self.step))
-        work = self.file.submit(verb, run, blocks)
-        self._last = Work([*(each for each in before.blocks if not each.done()), *work.blocks])
+        with self.file.lock:  # threads of the user may read while the training writes
+            before = self._last
+            self.writes += verb == "write"
+
+            def run(number: int) -> None:
+                wait(before.blocks)  # each waits only for what was submitted before it
+                move(number, tensor[number * self.step - start : (number + 1) * self.step - start])
+
+            work = self.file.submit(verb, run, blocks)
+            self._last = Work([*(each for each in before.blocks if not each.done()), *work.blocks])
         return work
 
     def _read(self, number: int, target: torch.Tensor) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if number in self._failures:
+            raise self._failures[number]
         if self._checksums[number] is None:
             target.zero_()
             return
@@ -301,8 +303,9 @@ class Region:
         try:
             self._transfer(os.pwritev, "write", number, block)
         except DiskError as error:
-            self._failure = error
+            self._failures[number] = error
             raise
+        self._failures.pop(number, None)
 
     def _place(self, number: int, tensor: torch.Tensor) -> memoryview | None:
         """The memory of a tensor, if a block can be read or written there. ``None`` if it goes through the buffer of

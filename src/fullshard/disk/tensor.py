@@ -58,6 +58,31 @@ class DiskTensor(torch.Tensor):
         region = file.allocate(values.numel(), dtype or values.dtype, what)
         return cls(region, values.shape, values.stride())
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values, as an array that cannot be written: what is written to it would be lost."""
+        array = self.load().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+        return array.copy() if copy else array
+
+    def tolist(self) -> Any:
+        return self.load().tolist()
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.load() if self.dim() == 0 else self, format_spec) if format_spec else str(self)
+
+    def share_memory_(self) -> Self:
+        raise self._without_memory("share_memory_")
+
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        raise self._without_memory("__dlpack__")
+
+    def _without_memory(self, name: str) -> RuntimeError:
+        return RuntimeError(f"{name} on {self!r}, which is offloaded to a disk: copy its values first")
+
     @property
     def is_whole(self) -> bool:
         """Whether it has all elements of its region."""
@@ -95,8 +120,7 @@ class DiskTensor(torch.Tensor):
     ) -> Any:
         kwargs, packet = kwargs or {}, func.overloadpacket
         if packet in _REFUSED:
-            first = next(each for each in tensors(args) if isinstance(each, DiskTensor))
-            raise RuntimeError(f"{packet.__name__} on {first!r}, which is offloaded to a disk: copy its values first")
+            raise next(each for each in tensors(args) if isinstance(each, DiskTensor))._without_memory(packet.__name__)
         if packet in _LIKE and isinstance(args[0], DiskTensor):
             like = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="meta")
             return func(like, *args[1:], **{**kwargs, "device": kwargs.get("device") or CPU})

@@ -56,7 +56,8 @@ class _Extended:
                 target.copy_(source)
                 continue
             sent, received = source.contiguous(), torch.empty_like(target) if self._param.dim else target
-            work = all_gather_single(_bytes(received), _bytes(sent), group=over, async_op=True)
+            with waiting(f"the all-gather of '{self._param.name}'", over):
+                work = all_gather_single(_bytes(received), _bytes(sent), group=over, async_op=True)
             self._work.append((work, sent, received, target))
 
     def finish(self) -> None:

@@ -103,6 +103,7 @@ class ShardedParameter:
         self.local = whole
         self.is_sharded = False
         self.unsharded: nn.Parameter | None = None
+        self.updated = 0  # which of its tree's updates has changed it last
         self.hidden: Any = None
         self._gradient_hooks: tuple[Callable[[torch.Tensor], torch.Tensor | None], ...] = ()
 

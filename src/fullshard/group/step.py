@@ -76,6 +76,7 @@ class Step:
         forwards: outermost forwards so far. Values gathered before the last one may be old: shards may have changed.
         optimizer_steps: steps on the parameters of the tree; one, if optimizers take turns between two passes.
         steps_before: how many of these came before the pass that runs, or else before the last one.
+        updates: steps of each optimizer on the parameters of the tree, also those in a backward.
         written: marks the end of the optimizers' writes. A gather runs in another lane, and waits for it.
         begin_backward: called when a backward reaches any of the groups.
         log: called with everything that happens to a group.
@@ -83,7 +84,7 @@ class Step:
 
     def __init__(self, begin_backward: Callable[[], None] = lambda: None) -> None:
         self.now = Pass.NONE
-        self.forwards = self.optimizer_steps = self.steps_before = 0
+        self.forwards = self.optimizer_steps = self.steps_before = self.updates = 0
         self.written: Mark = PASSED
         self.begin_backward = begin_backward
         self.log = Log()

@@ -209,7 +209,8 @@ class ChangesExchange:
         if has_peers(self._process_group):
             mine = encoded(None, self._process_group).new_tensor(self._said, dtype=torch.int64)
             every = mine.new_empty(self._process_group.size() * len(mine))
-            self._heard = all_gather_single(every, mine, group=self._process_group, async_op=True), every
+            with waiting("the meeting of replicas", self._process_group):
+                self._heard = all_gather_single(every, mine, group=self._process_group, async_op=True), every
         self._mark = lane.run(self._start)
 
     def _start(self) -> Pending:

@@ -8,9 +8,10 @@ optimizer state to the device for the step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -28,12 +29,14 @@ from fullshard.optim.local_steps import refuse_uncounted
 from fullshard.policies import warn
 from fullshard.strangers import strangers_of
 from fullshard.torch_private import local_of, only_makes_state, running_backward, set_local
+from fullshard.updates import note_update
 
 #: For each optimizer that was checked, the ids of its parameters, and their groups. (Parameters may refer to the
 #: optimizer by their hooks, and would keep it alive.)
 _found: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[GroupContext]]]] = (
     weakref.WeakKeyDictionary()
 )
+_params: Callable[[dict[str, Any]], list[torch.Tensor]] = itemgetter("params")
 
 
 def watch_steps() -> None:
@@ -68,6 +71,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = _groups_of(optimizer)
+    if not only_makes_state(optimizer, kwargs):
+        note_update(groups, chain.from_iterable(map(_params, optimizer.param_groups)))
     for group in groups:  # foreach optimizers on DTensors do not change versions when they write
         group.writes += 1
     _move_state(optimizer, groups, to_device=False)
@@ -77,7 +82,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _groups_of(optimizer: Optimizer) -> list[GroupContext]:
     """The groups whose parameters an optimizer has. Raises an error if it was not built from sharded parameters."""
-    ids = [*map(id, chain.from_iterable([options["params"] for options in optimizer.param_groups]))]
+    ids = [*map(id, chain.from_iterable(map(_params, optimizer.param_groups)))]
     known = _found.get(optimizer)
     if known is None or known[0] != ids:
         groups: dict[int, GroupContext] = {}

@@ -100,6 +100,7 @@ class Schedule:
                 group.name = ", ".join(plain_name(names.get(id(member), "?")) for member in unit.modules)
                 before, group.step = group.step, self.step  # steps of optimizers come before the first forward too
                 self.step.optimizer_steps = max(self.step.optimizer_steps, before.optimizer_steps)
+                self.step.updates = max(self.step.updates, before.updates)
                 group.use_comm_context(self.comm)
                 for param in group.params:
                     param.update_grad_dtype()  # may be assigned until here

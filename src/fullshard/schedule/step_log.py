@@ -237,7 +237,8 @@ class _Comparison:
         self._event: torch.Event | None = None
         streams = streams_of(device)
         if streams is None:
-            self._work = all_gather_single(self._every, mine, group=self.process_group, async_op=True)
+            with waiting(f"the comparison after a {self.kind}", self.process_group):
+                self._work = all_gather_single(self._every, mine, group=self.process_group, async_op=True)
         else:
             lane.run(partial(self._start_on, device, streams, mine), after=())
 

@@ -38,6 +38,7 @@ from fullshard.schedule.checks import Emptied
 from fullshard.schedule.schedule import Schedule
 from fullshard.torch_private import apply_function, base_of, running_backward, storage_id
 from fullshard.tree import Replaced
+from fullshard.updates import refuse_updated
 
 #: Arguments of a forward.
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -54,6 +55,8 @@ class Phase(Enum):
 class Use:
     """One forward call."""
 
+    updates = 0  # steps of optimizers before it
+
 
 class EndOfBackward(torch.autograd.Function):
     """The identity on a unit's inputs: when their gradients are there, the backward of the unit has ended."""
@@ -69,7 +72,7 @@ class EndOfBackward(torch.autograd.Function):
         ctx.unit.post_backward(ctx.use)
         if torch.is_grad_enabled():
             for grad in grads:
-                ctx.unit.mark_gradient(grad)
+                ctx.unit.mark_gradient(ctx.use, grad)
         return (None, None, *grads)
 
 
@@ -154,6 +157,7 @@ class Unit:
                 group.users.add(self)
         if first:
             self._use = Use()
+            self._use.updates = schedule.step.updates
             if not recomputes and self.prefetches_forward:
                 schedule.prefetch_forward(self)
             if torch.is_grad_enabled():
@@ -161,7 +165,7 @@ class Unit:
         else:
             for tensor in tree.tensors((args, kwargs)):
                 if tensor.grad_fn is not None and torch.is_grad_enabled():  # a leaf would keep the hook
-                    tensor.register_hook(self.mark_gradient)
+                    tensor.register_hook(partial(self.mark_gradient, self._use))
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -275,6 +279,8 @@ class Unit:
         """Runs when autograd has a gradient of an output."""
         schedule = self.schedule
         assert schedule is not None
+        if use.updates != schedule.step.updates:
+            refuse_updated(self.needed, use.updates)
         if not schedule.step.now.has_backward:
             schedule.begin_backward()
         if use in self._in_backward:
@@ -304,18 +310,19 @@ class Unit:
             return  # another forward call is still in its backward, or an earlier backward is differentiated
         self.finish_backward(schedule, ahead=True)
 
-    def mark_gradient(self, grad: torch.Tensor | None) -> None:
+    def mark_gradient(self, use: Use, grad: torch.Tensor | None) -> None:
         """Put a hook on the gradient of an input if it was computed to be differentiated (``create_graph=True``).
 
         A backward through this backward comes here first, and then reads what the backward read.
         """
         if grad is not None and grad.requires_grad:
-            grad.register_hook(self._differentiate)
+            grad.register_hook(partial(self._differentiate, use))
 
-    def _differentiate(self, grad: torch.Tensor) -> None:
+    def _differentiate(self, use: Use, grad: torch.Tensor) -> None:
         """Runs when autograd goes through an earlier backward: the parameters are needed until all of it ends."""
         schedule = self.schedule
         assert schedule is not None
+        refuse_updated(self.needed, use.updates)
         schedule.begin_backward()
         self._is_differentiated = True
         self.begin_backward(schedule)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from fullshard.watch.connections import NoAnswerError, StoreConnection
@@ -52,6 +52,15 @@ class Report:
     verdict: str = ""  # why its wait will never end, if it knows
     judged: float = 0.0  # seconds since it found the verdict
     host_name: str = field(default_factory=socket.gethostname)  # for people
+
+    @classmethod
+    def read(cls, data: str) -> Report | None:
+        """The report that a rank has written, perhaps of another version: without the fields that this one does not
+        know; ``None`` if it lacks one."""
+        known = {each.name for each in fields(cls)}
+        with suppress(ValueError, TypeError, AttributeError):
+            return cls(**{name: value for name, value in json.loads(data).items() if name in known})
+        return None
 
     @property
     def state(self) -> str:
@@ -95,10 +104,9 @@ class Reports:
             if rank in reports or rank == self._mine.rank:
                 continue
             with suppress(NoAnswerError):
-                if (data := self._store.get(f"{self._key}{rank}")) is not None:
-                    report = Report(**json.loads(data))
-                    if self._is_of_now(report):
-                        self.known[rank] = report
+                data = self._store.get(f"{self._key}{rank}")
+                if data is not None and (found := Report.read(data)) is not None and self._is_of_now(found):
+                    self.known[rank] = found
             if rank not in self.known:
                 continue
             report = reports[rank] = self.known[rank]

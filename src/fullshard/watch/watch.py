@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from fullshard.comm.local_ranks import host_id
 from fullshard.comm.process_group import has_peers
-from fullshard.comm.waits import WAITS, PeerFailureError, Wait, checks_are_on, describe
+from fullshard.comm.waits import WAITS, PeerFailureError, Wait, checks_are_on, comes_from_backend, describe
 from fullshard.torch_private import default_store
 from fullshard.watch.connections import StoreConnection, connected_sockets, probe, quiet_seconds, unanswered_seconds
 from fullshard.watch.reports import GONE, Report, Reports, parting
@@ -108,7 +108,7 @@ class Watch:
     def show(self, error: BaseException) -> None:
         """Note an error that was printed. It has ended the program, or a line at a prompt."""
         how = f"{type(error).__name__}: {str(error)[:500]}".removesuffix(": ")
-        self.shown = how, _lost_in(error) is None
+        self.shown = how, _lost_in(error) is None and not _is_raw(error)
         program = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
         program &= {"<module>", "_run_module_as_main"}
         if not program and not sys.flags.interactive and not hasattr(sys, "ps1"):
@@ -255,7 +255,8 @@ class Watch:
         found: list[tuple[bool, str]] = []
         how = f"has ended ({GONE}: it has crashed, was killed, or {_OVER})" if self._store.has_gone else _CRASHED
         for report in reports:
-            who = f"Rank {report.rank} (process {report.process})"
+            host = f" on {report.host_name}" if report.host != self._mine.host else ""
+            who = f"Rank {report.rank} (process {report.process}{host})"
             if report.ended:
                 found.append((not report.is_first, f"{who} has ended {report.doing}: {report.ended}"))
             elif self._reports.has_ended(report):
@@ -273,8 +274,9 @@ class Watch:
             advice = "It reported no error. It may have had fewer batches: all ranks must run the same number of steps"
         return next(found, f"{advice}. {WAITS.position().unlike_before}".rstrip(". "))
 
-    def _others(self, reports: dict[int, Report], with_mine: bool = False) -> str:
-        """The states of the ranks, one sentence for each state."""
+    def _others(self, reports: dict[int, Report], with_mine: bool = False, needed: Collection[int] = ()) -> str:
+        """The states of the ranks, one sentence for each state. ``needed``: on which this rank depends, if it does not
+        wait."""
         states: dict[str, list[int]] = {}
         for report in [self._mine] * with_mine + [reports[rank] for rank in sorted(reports)]:
             state = f"has ended: {report.ended}" if report.ended else self._reports.silent_state(report)
@@ -282,7 +284,7 @@ class Watch:
                 idle = "" if report.waits or report.inside else ", and waits for nobody"
                 state = f"is {report.state}{idle}{f'; {report.beside}' if report.beside else ''}"
             states.setdefault(state, []).append(report.rank)
-        missing = [rank for rank in self._mine.waits_for if rank not in reports]
+        missing = [rank for rank in needed or self._mine.waits_for if rank not in reports]
         if missing:
             nothing = f"may have ended ({GONE})" if self._store.has_gone else "has not sharded anything yet"
             nothing += ", or has no watch"
@@ -334,7 +336,7 @@ class Watch:
                     return f"{lost}. {others}{self._parted(lost)}"
                 no_news = self._store.has_gone and all(each.host != self._mine.host for each in needed)
                 if no_news or time.monotonic() > deadline:
-                    return f"{self._others(reports)}. Find the first error in other ranks' logs"
+                    return f"{self._others(reports, needed=ranks)}. Find the first error in other ranks' logs"
                 time.sleep(0.05)
         return "Find the first error in other ranks' logs"
 
@@ -447,6 +449,15 @@ def _lost_in(error: BaseException | None) -> PeerFailureError | None:
     while error is not None and not isinstance(error, PeerFailureError):
         error = error.__cause__
     return error
+
+
+def _is_raw(error: BaseException) -> bool:
+    """Whether a backend raised an error in a call that is not ours: that another rank was lost, as a rule."""
+    return isinstance(error, RuntimeError) and not isinstance(error, PeerFailureError) and comes_from_backend(error)
+
+
+#: Nothing of ours was waiting, so that the error itself cannot say more.
+explainers.append(lambda error: WAITS.explain(dist.group.WORLD) if _is_raw(error) else None)
 
 
 def _shorten(error: PeerFailureError) -> None:
