@@ -201,11 +201,11 @@ def test_a_letter_lists_every_piece_once(name: EncodingName) -> None:
     case = Case("even", (Section(torch.float32, (*LARGE, *ODD)), Section(torch.float64, ODD)))
     plans = tuple(transfer.plan for transfer in transfers_of(case, 3))
     for owner in range(3):
-        letter = write_letter(plans, (torch.float32, torch.float64), made(name), 100, owner, True)
+        letter = write_letter(plans, (torch.float32, torch.float64), Wire(made(name), 100), owner, True)
         encoded = sum(piece.numel for parcel in letter.parcels for piece, _ in parcel.pieces)
         exact = sum(piece.numel for piece, _ in letter.exact)
         assert encoded + exact == sum(plan.owned_numel(owner) for plan in plans)
-        assert all(piece.section == 0 and piece.numel >= 100 for p in letter.parcels for piece, _ in p.pieces[:1])
+        assert all(piece.section == 0 and piece.part_of >= 100 for p in letter.parcels for piece, _ in p.pieces[:1])
         assert [*(span[0] for span in letter.messages), letter.nbytes] == [0, *(span[1] for span in letter.messages)]
 
 

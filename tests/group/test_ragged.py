@@ -71,6 +71,7 @@ ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
     "conversion": lambda p: p.to(torch.bfloat16).clone(),
     "likes": torch.zeros_like,
     "in place": lambda p: p.clone().mul_(2).add_(p),
+    "second result": lambda p: torch.frexp(p)[1],
 }
 
 
@@ -98,7 +99,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "maximum": lambda p: p.max(),
     "index": lambda p: p[0],
     "concatenate": lambda p: torch.cat([p, p]),
-    "infinity norm": lambda p: torch.linalg.vector_norm(p, torch.inf),
+    "maxima of lists": lambda p: torch._foreach_max([p]),
     "other cuts": lambda p: p + distribute_tensor(torch.ones(10, 8), p.device_mesh, [Shard(0)]),
     "broadcast": lambda p: p + distribute_tensor(torch.ones(8), p.device_mesh, [Replicate()]),
 }
@@ -113,6 +114,27 @@ def test_operators_that_torch_cannot_follow_name_the_parameter(world: World, kin
         REFUSED[kind](model[0].weight.detach())
     assert even.mean().full_tensor() == 1  # torch's own rules are as before
     assert even.t().full_tensor().shape == (8, 10)
+
+
+NORMS: dict[str, Callable[[list[Any], float], Any]] = {
+    "norm": lambda params, order: torch.linalg.vector_norm(params[0], order),
+    "norms of a list": lambda params, order: torch._foreach_norm(params, order)[1],
+    "total norm": torch.nn.utils.get_total_norm,
+}
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("order", [1, 2, 0, 0.5, torch.inf, -torch.inf, -1])
+def test_norms_of_each_order_are_those_of_the_whole_or_refused(world: World, order: float) -> None:
+    whole = [param.detach() for param in seeded(build).parameters()][:2]
+    parts, lacking = ([param.detach() for param in sharded(rows).parameters()][:2] for rows in (3, None))
+    for norm in NORMS.values():
+        torch.testing.assert_close(norm(parts, order).full_tensor(), norm(whole, order))
+        if 0 <= order < torch.inf:
+            torch.testing.assert_close(norm(lacking, order).full_tensor(), norm(whole, order))
+        else:  # a norm of nothing has no value
+            with pytest.raises(NotImplementedError, match=r"parameter '0.weight' of shape \(10, 8\)"):
+                norm(lacking, order)
 
 
 @ranks(2, 3)

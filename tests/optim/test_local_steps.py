@@ -6,7 +6,7 @@ import copy
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from tests.harness.compare import whole
 from tests.harness.models import MLP, seeded
 
 EVERY = 4
+INT4 = WirePolicy("int4", "int4", min_numel=0)
 
 
 def nesterov(params: list[nn.Parameter]) -> Optimizer:
@@ -59,10 +60,11 @@ class Case:
     fragments: int = 1
     overlap: int = 0
     offload: bool = False
+    wire_policy: WirePolicy = WirePolicy()
 
     @property
     def arguments(self) -> dict[str, Any]:
-        names = ("every", "outer", "fragments", "overlap", "offload")
+        names = ("every", "outer", "fragments", "overlap", "offload", "wire_policy")
         return {name: getattr(self, name) for name in names}
 
 
@@ -313,8 +315,11 @@ def resume(path: Path, world: World, case: Case) -> tuple[Any, Optimizer, LocalS
 
 @ranks(2)
 @pytest.mark.parametrize("name", ["average", "nesterov"])
-def test_a_resumed_training_goes_on_as_an_uninterrupted_one(world: World, name: str, tmp_path: Path) -> None:
-    case = CASES[name]
+@pytest.mark.parametrize("wire", [WirePolicy(), INT4], ids=["exact", "int4"])
+def test_a_resumed_training_goes_on_as_an_uninterrupted_one(
+    world: World, name: str, wire: WirePolicy, tmp_path: Path
+) -> None:
+    case = replace(CASES[name], wire_policy=wire)
     model, optimizer, local_steps = training(world, case)
     for number in range(2 * EVERY):
         step(model, optimizer, batch_of(world.rank, number))
@@ -567,17 +572,39 @@ def test_replicas_that_are_at_different_steps_are_told_so(world: World) -> None:
 @ranks(2)
 @pytest.mark.parametrize("outer", [None, nesterov])
 def test_changes_travel_encoded_and_replicas_agree(world: World, outer: Any) -> None:
-    case, trained = Case(outer=outer), list[list[torch.Tensor]]()
-    for policy in (WirePolicy(), WirePolicy("int8", "int8", min_numel=0)):
-        model = shard_mlp(mesh=mesh_of(world))
-        optimizer = case.inner(model.parameters())
-        LocalSteps(model, optimizer, **case.arguments, wire_policy=policy)
+    trained = list[list[torch.Tensor]]()
+    for policy in (WirePolicy(), WirePolicy("int8", "int8", min_numel=0), replace(INT4, min_numel=43)):
+        model, optimizer, _ = training(world, Case(outer=outer, wire_policy=policy))
         for number in range(3 * EVERY):
             step(model, optimizer, batch_of(world.rank, number))
         params = [local_tensor(param).detach() for param in model.parameters()]
         assert all(torch.equal(*gathered(param)) for param in params)
         trained.append(params)
-    pairs = list(zip(*trained, strict=True))
-    assert not all(torch.equal(exact, near) for exact, near in pairs)
-    for exact, near in pairs:  # a change of some hundredths has an error of a 255th of that
+    assert not all(map(torch.equal, trained[0], trained[1]))
+    assert all(map(torch.equal, trained[0], trained[2])), "each has fewer elements than min_numel"
+    for exact, near in zip(*trained[:2], strict=True):  # a change of some hundredths has an error of a 255th of that
         torch.testing.assert_close(near, exact, rtol=0, atol=2e-3)
+
+
+class Scaled(nn.Module):
+    """Of the scalar each rank has all, beside different rows of the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 5), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+@ranks(4)
+@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
+def test_all_ranks_agree_on_a_scalar(world: World, transport: str) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    model: Any = fullshard.fully_shard(seeded(Scaled), mesh=mesh_of(world))
+    optimizer = adamw(model.parameters())
+    LocalSteps(model, optimizer, every=2, outer=nesterov, wire_policy=INT4)
+    for number in range(6):
+        step(model, optimizer, batch_of(world.rank, number))
+    first, *others = gathered(local_tensor(model.scale))
+    assert all(torch.equal(first, other) for other in others)

@@ -21,12 +21,13 @@ from tests.harness import World, ranks
 from tests.harness.models import seeded
 
 
-def fragment_of(make_outer: Any = None) -> ModelFragment:
+def fragment_of(make_outer: Any = None, policy: WirePolicy = EXACT) -> ModelFragment:
     """A fragment with all parameters of a layer, of which each rank is a replica. Its anchors are their values."""
     model: Any = seeded(lambda: nn.Linear(64, 64))
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
     (group,) = groups_of(fully_shard(model, mesh=mesh))
-    fragment = ModelFragment([FragmentMember(str(i), group, i) for i in range(2)], 0, make_outer, offload=False)
+    members = [FragmentMember(str(i), group, i) for i in range(2)]
+    fragment = ModelFragment(members, 0, make_outer, False, policy, dist.get_world_size())
     fragment.take_anchor()
     return fragment
 
@@ -36,10 +37,10 @@ def changed(fragment: ModelFragment, amount: float) -> None:
         each.param.values.detach().sub_(amount)
 
 
-def exchange_of(fragment: ModelFragment, policy: WirePolicy) -> ChangesExchange:
+def exchange_of(fragment: ModelFragment) -> ChangesExchange:
     assert dist.group.WORLD is not None
     transport = select_transport(dist.group.WORLD, CPU).private
-    exchange = ChangesExchange(fragment, transport, dist.group.WORLD, CPU, policy, (0, 0))
+    exchange = ChangesExchange(fragment, transport, dist.group.WORLD, (0, 0))
     exchange.start(Lane(CPU))
     return exchange
 
@@ -62,7 +63,7 @@ def test_the_mean_change_is_a_gradient_of_the_anchor(world: World, has_outer: bo
     fragment = fragment_of((lambda params: SGD(params, lr=0.5)) if has_outer else None)
     before = [each.param.values.clone() for each in fragment.members]
     changed(fragment, 1.0 + world.rank)
-    fragment.exchange = exchange_of(fragment, EXACT)
+    fragment.exchange = exchange_of(fragment)
     fragment.merge(0.0)
     step = 0.75 if has_outer else 1.5
     for each, values in zip(fragment.members, before, strict=True):
@@ -71,13 +72,13 @@ def test_the_mean_change_is_a_gradient_of_the_anchor(world: World, has_outer: bo
 
 @ranks(2)
 def test_what_an_encoding_loses_comes_at_the_next_meeting(world: World) -> None:
-    fragment, policy = fragment_of(), WirePolicy("exact", "int4", min_numel=0)
-    generator = torch.Generator().manual_seed(world.rank)
-    changes = [torch.randn(each.param.values.shape, generator=generator) for each in fragment.members]
-    for each, change in zip(fragment.members, changes, strict=True):
-        each.param.values.detach().sub_(change)
-    exact = exchange_of(fragment, EXACT).wait()
-    found = [exchange_of(fragment, policy).wait() for _ in range(8)]
+    plain, fragment = fragment_of(), fragment_of(policy=WirePolicy("exact", "int4", min_numel=0))
+    for each in (plain, fragment):
+        generator = torch.Generator().manual_seed(world.rank)
+        for member in each.members:
+            member.param.values.detach().sub_(torch.randn(member.param.values.shape, generator=generator))
+    exact = exchange_of(plain).wait()
+    found = [exchange_of(fragment).wait() for _ in range(8)]
     for number, expected in enumerate(exact):
         sums = torch.stack([means[number] for means in found]).sum(0)
         once = float((found[0][number] - expected).abs().max())

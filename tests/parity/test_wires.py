@@ -34,7 +34,7 @@ from tests.harness.compare import (
 from tests.harness.models import MLP, Branches, OddParameters, Transformer, random_batch, seeded, token_batch
 
 EXACT = WirePolicy()
-INT8 = WirePolicy(gather="int8", reduce="int8", block=16, min_numel=12)
+INT8 = WirePolicy(gather="int8", reduce="int8", block=16, min_numel=30)
 POLICIES = {
     "bf16": WirePolicy(gather="bf16", reduce="bf16", block=8, min_numel=0),
     "fp8": WirePolicy(gather="fp8", reduce="fp8", block=32, min_numel=0),
@@ -56,10 +56,10 @@ class ReferenceWire:
         self.policy, self.size = policy, size
         self.lost: dict[object, Tensor] = {}
 
-    def _encoding(self, name: EncodingName, part: Tensor) -> Encoding | None:
-        """The encoding of a part, if it does not travel as it is."""
+    def _encoding(self, name: EncodingName, part: Tensor, numel: int) -> Encoding | None:
+        """The encoding of a part of a parameter with ``numel`` elements, if it does not travel as it is."""
         of = encoding(name, self.policy.block)
-        is_large = part.numel() >= max(1, self.policy.min_numel // self.size)
+        is_large = self.size > 1 and numel >= self.policy.min_numel
         return of if of is not None and is_large and of.saves(part.dtype) else None
 
     def _through(self, of: Encoding, part: Tensor) -> Tensor:
@@ -71,13 +71,13 @@ class ReferenceWire:
         decoded, factor = of.decode(out, len(values))
         return (decoded * factor)[: part.numel()].view(part.shape)
 
-    def gathered(self, tensor: Tensor) -> Tensor:
+    def gathered(self, tensor: Tensor, numel: int) -> Tensor:
         if tensor.ndim == 0:
             return tensor
-        parts = [(self._encoding(self.policy.gather, part), part) for part in tensor.chunk(self.size)]
+        parts = [(self._encoding(self.policy.gather, part, numel), part) for part in tensor.chunk(self.size)]
         return torch.cat([part if of is None else self._through(of, part).to(part.dtype) for of, part in parts])
 
-    def summed(self, name: str, of_ranks: list[Tensor], divisor: float) -> Tensor:
+    def summed(self, name: str, of_ranks: list[Tensor], divisor: float, numel: int) -> Tensor:
         """The sum of the tensors of ``size`` ranks, each part in fp32 on the rank that owns it."""
         if of_ranks[0].ndim == 0:
             return torch.stack(of_ranks).float().sum(0) / divisor
@@ -87,12 +87,12 @@ class ReferenceWire:
             total = cut[owner][owner].float()
             for rank in range(self.size):
                 if rank != owner:
-                    total = total + self._sent((name, owner, rank), cut[rank][owner])
+                    total = total + self._sent((name, owner, rank), cut[rank][owner], numel)
             parts.append(total / divisor)
         return torch.cat(parts)
 
-    def _sent(self, key: object, part: Tensor) -> Tensor:
-        of = self._encoding(self.policy.reduce, part)
+    def _sent(self, key: object, part: Tensor, numel: int) -> Tensor:
+        of = self._encoding(self.policy.reduce, part, numel)
         if of is None:
             return part.float()
         given = part.float() + self.lost.get(key, 0)
@@ -116,8 +116,8 @@ def train_with_wires(
         for param in worker.model.parameters():
             whole = param.data
             if replicas > 1 and whole.ndim:
-                whole = torch.cat([outer_wire.gathered(part) for part in whole.chunk(shards)])
-            param.data = wire.gathered(whole)
+                whole = torch.cat([outer_wire.gathered(part, param.numel()) for part in whole.chunk(shards)])
+            param.data = wire.gathered(whole, param.numel())
         of_ranks = list[dict[str, Tensor]]()
         for other in range(size):
             sums = dict[str, Tensor]()
@@ -134,10 +134,9 @@ def train_with_wires(
             if name not in of_ranks[0]:
                 continue
             totals = [
-                wire.summed(
-                    f"{name} of replica {first}", [each[name] for each in of_ranks[first : first + shards]], size
-                )
+                wire.summed(f"{name} of replica {first}", [each[name] for each in of_replica], size, param.numel())
                 for first in range(0, size, shards)
+                if (of_replica := of_ranks[first : first + shards])
             ]
             if replicas == 1:
                 (total,) = totals
@@ -145,7 +144,7 @@ def train_with_wires(
                 total = torch.stack(totals).sum(0)
             else:
                 cut = zip(*(each.chunk(shards) for each in totals), strict=True)
-                total = torch.cat([outer_wire.summed(f"{name} {at}", [*each], 1) for at, each in enumerate(cut)])
+                total = torch.cat([outer_wire.summed(f"{name} {at}", [*each], 1, param.numel()) for at, each in enumerate(cut)])
             param.grad = total.to(param.dtype)
         optimizer.step(losses)
     return optimizer.steps

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, takewhile
 from typing import Literal
@@ -62,6 +62,7 @@ class ParamShape:
     shape: tuple[int, ...]
     dim: int | None = 0  # along which *even* cuts it; ``None`` keeps all of it on every rank, as for a scalar
     cuts: tuple[int, ...] | None = None  # if ragged: where along ``dim`` the part of each rank begins, and the size
+    part_of: int = 0  # elements of the parameter, if this is a part of one
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
@@ -117,6 +118,7 @@ class Piece:
     shard_stride: tuple[int, ...]  # if it is one of all ranks, from rank to rank in memory with the shards of all
     is_kept: bool = False  # whether every rank has all of it, so that a gather takes nothing from other ranks
     section: int = 0  # which section of a group it belongs to, where there are several plans
+    part_of: int = field(default=0, compare=False)  # elements of its parameter, over all ranks
 
     @property
     def numel(self) -> int:
@@ -144,7 +146,7 @@ class Piece:
         """The indices from ``first`` to ``stop`` along the first dim."""
         (_, full, shard), *others = zip(self.shape, self.full_stride, self.shard_stride, strict=True)
         starts = self.full_start + first * full, self.shard_start + first * shard
-        return _piece([(stop - first, full, shard), *others], *starts, self.is_kept, self.section)
+        return _piece([(stop - first, full, shard), *others], *starts, self.is_kept, self.section, self.part_of)
 
     def split(self, numel: int) -> tuple[Piece | None, Piece | None]:
         """The largest part of at most ``numel`` elements from the front, cut along the first dim; the rest."""
@@ -266,7 +268,9 @@ class Plan:
 
     def inside(self, rank: int, parts: int) -> Plan:
         """The shard of ``rank`` as a full buffer, where each parameter's chunk is cut again into ``parts`` (*even*)."""
-        params = tuple(replace(each, shape=each.chunk_shape(rank, self.world_size)) for each in self.params)
+        shapes = (each.chunk_shape(rank, self.world_size) for each in self.params)
+        both = zip(self.params, shapes, strict=True)
+        params = tuple(replace(each, shape=shape, part_of=each.part_of or each.numel) for each, shape in both)
         least = self.least_zero_copy // self.world_size * parts
         plan = replace(self, params=params, world_size=parts, least_zero_copy=least, zero_copy=(), is_messages=False)
         return _cut(replace(plan, full_offsets=self.shard_offsets, full_numel=self.shard_numel, message_offsets=()))
@@ -395,9 +399,10 @@ def _pieces(plan: Plan, ranks: range, pitch: int, section: int = 0) -> tuple[Pie
     apart = plan.full_numel // plan.world_size if plan.is_messages else 0  # messages in the full buffer
     pieces = []
     for index, (param, full_start, shard_start) in enumerate(params):
+        whole = param.part_of or param.numel
         if param.dim is None:
             dims = [(len(ranks), apart, pitch), (param.numel, 1, 1)]
-            pieces += [_piece(dims, full_start, shard_start, True, section)] if param.numel else []
+            pieces += [_piece(dims, full_start, shard_start, True, section, whole)] if param.numel else []
             continue
         outer, inner = math.prod(param.shape[: param.dim]), math.prod(param.shape[param.dim + 1 :])
         for rank in ranks if param.cuts is not None else ():
@@ -407,7 +412,7 @@ def _pieces(plan: Plan, ranks: range, pitch: int, section: int = 0) -> tuple[Pie
                 start, row = rank * apart + plan.message_offsets[index][rank], numel
             if numel * outer:
                 begin = plan.ragged_offsets[index][rank] + (rank - ranks.start) * pitch
-                pieces.append(_piece([(outer, row, numel), (numel, 1, 1)], start, begin, False, section))
+                pieces.append(_piece([(outer, row, numel), (numel, 1, 1)], start, begin, False, section, whole))
         if param.cuts is not None:
             continue
         row, length = param.shape[param.dim] * inner, param.chunk(0, plan.world_size)[1] * inner
@@ -420,7 +425,7 @@ def _pieces(plan: Plan, ranks: range, pitch: int, section: int = 0) -> tuple[Pie
                 step, row = (apart, numel) if plan.is_messages else (length, row)
                 dims = [(stop - first, step, pitch), (outer, row, numel), (numel, 1, 1)]
                 starts = full_start + first * step, shard_start + (first - ranks.start) * pitch
-                pieces.append(_piece(dims, *starts, False, section))
+                pieces.append(_piece(dims, *starts, False, section, whole))
     return tuple(pieces)
 
 
@@ -440,7 +445,9 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
             alike = others[count:]
 
 
-def _piece(dims: Iterable[_Dim], full_start: int, shard_start: int, is_kept: bool = False, section: int = 0) -> Piece:
+def _piece(
+    dims: Iterable[_Dim], full_start: int, shard_start: int, is_kept: bool = False, section: int = 0, part_of: int = 0
+) -> Piece:
     """A piece with as few dims as can be."""
     fewest: list[_Dim] = []
     for size, full, shard in dims:
@@ -449,4 +456,4 @@ def _piece(dims: Iterable[_Dim], full_start: int, shard_start: int, is_kept: boo
         elif size != 1:
             fewest.append((size, full, shard))
     shape, full_stride, shard_stride = zip(*fewest or [(1, 1, 1)], strict=True)
-    return Piece(shape, full_start, full_stride, shard_start, shard_stride, is_kept, section)
+    return Piece(shape, full_start, full_stride, shard_start, shard_stride, is_kept, section, part_of)

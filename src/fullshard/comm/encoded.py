@@ -29,7 +29,7 @@ from fullshard.buffer.messages import vectors, zero_copy_in
 from fullshard.buffer.plan import Piece, Plan
 from fullshard.buffer.sections import align
 from fullshard.buffer.slots import SHARED
-from fullshard.comm.encodings import Encoding, add_scaled
+from fullshard.comm.encodings import add_scaled
 from fullshard.comm.sums import Sum, blocks, check_summable, divide_, scratch_bytes
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Wire, alias
 from fullshard.comm.waits import WAITS, Wait
@@ -67,16 +67,13 @@ class Letter(NamedTuple):
 
 @lru_cache(maxsize=2048)
 def write_letter(
-    plans: tuple[Plan, ...], dtypes: tuple[torch.dtype, ...], encoding: Encoding, least: int, owner: int, sums: bool
+    plans: tuple[Plan, ...], dtypes: tuple[torch.dtype, ...], wire: Wire, owner: int, sums: bool
 ) -> Letter:
-    """The letter with the parts of ``owner``: from it to any other rank or, if they are summed up, to it. Pieces of
-    fewer than ``least`` elements are exact."""
+    """The letter with the parts of ``owner``: from it to any other rank or, if they are summed up, to it."""
     parcels, exact, pieces = list[Parcel](), list[tuple[Piece, int]](), list[tuple[Piece, int]]()
-    numel = start = 0
+    numel, start, encoding = 0, 0, wire.encoding
     every = [piece for i, plan in enumerate(plans) for piece in plan.pieces(owner, i) if sums or not piece.is_kept]
-    encoded = [
-        each for each in every if not each.is_kept and each.numel >= least and encoding.saves(dtypes[each.section])
-    ]
+    encoded = [each for each in every if wire.encodes(each, dtypes[each.section])]
     for part in [part for piece in encoded for part in blocks(piece, PARCEL)]:
         size = -(-part.numel // encoding.block) * encoding.block
         if pieces and numel + size > PARCEL:
@@ -142,8 +139,7 @@ class EncodedRoute:
         sections = [*range(len(plans)), *(each.section for each in self.zero_copy)]
         self.dtypes = tuple(self.fulls[section].dtype for section in sections)
         self.shard_dtypes = [transfers[section].shard.dtype for section in sections]
-        vector_plans, least = vectors(plans, joined=False), wire.min_numel // self.size
-        given = vector_plans, self.dtypes, wire.encoding, least
+        given = vectors(plans, joined=False), self.dtypes, wire._replace(feedback=None)
         self.letters = [write_letter(*given, owner, not self.gathers) for owner in range(self.size)]
         if self.gathers:  # a collective wants letters of one size
             most = max(letter.nbytes for letter in self.letters)

@@ -91,6 +91,9 @@ class Wire(NamedTuple):
     min_numel: int  # parameters of fewer elements travel as they are
     feedback: Feedback | None = None  # of a reduction
 
+    def encodes(self, piece: Piece, dtype: torch.dtype) -> bool:
+        return not piece.is_kept and piece.part_of >= self.min_numel and self.encoding.saves(dtype)
+
 
 def make_wire(policy: WirePolicy, direction: Direction, feedback: Feedback | None = None) -> Wire | None:
     """The wire of a policy in one direction; ``None`` if nothing is encoded."""

@@ -112,7 +112,7 @@ class GradientFeedback:
             shards += [shards[each.section][each.chunk] for each in zero_copy_in(plans)]
         for at, plan in enumerate(vectors(plans, joined=False)):
             for piece in plan.pieces(data.shard_rank):
-                if not piece.is_kept and piece.numel >= wire.min_numel // data.shard_size:  # others travel as they are
+                if not piece.is_kept and piece.part_of >= wire.min_numel:  # others travel as they are
                     piece.of_full(wire.feedback.lost[at]).copy_(piece.of_shard(shards[at]))
 
     def summed(self, plan: ReductionPlan | None) -> dict[int, torch.Tensor]:

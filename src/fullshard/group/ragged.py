@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, TypeGuard
+from itertools import pairwise, repeat
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,9 +28,17 @@ from fullshard.comm.waits import waiting
 _ELEMENTWISE = {"detach", "alias", "clone", "copy_", "_to_copy", "zero_", "fill_", "lerp", "lerp_"}
 _ELEMENTWISE |= {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
 _ELEMENTWISE |= {"normal_", "uniform_", "bernoulli_", "exponential_"}
+#: Operators of lists of tensors that compute element by element. None has the tag.
+_LISTS_ELEMENTWISE = re.compile(
+    "(_fused_(adam|adamw|sgd|adagrad)|_foreach_(abs|acos|add|addcdiv|addcmul|asin|atan|ceil|clamp_max|clamp_min|copy|"
+    "cos|cosh|div|erf|erfc|exp|expm1|floor|frac|lerp|lgamma|log|log10|log1p|log2|maximum|minimum|mul|neg|pow|"
+    "reciprocal|round|rsqrt|sigmoid|sign|sin|sinh|sqrt|sub|tan|tanh|trunc|zero))_?"
+)
 _OF_LISTS = ("_foreach_", "_fused_")
 #: Reductions for which neither the sizes of the parts matter nor whether a rank has none.
-_REDUCTIONS = {"_foreach_norm", "linalg_vector_norm", "sum", "any", "all"}
+_REDUCTIONS = {"sum", "any", "all"}
+#: The same of these, unless their order is infinite or negative: then every rank needs a part.
+_NORMS = {"_foreach_norm", "_foreach_powsum", "linalg_vector_norm"}
 
 
 class RaggedShard(Shard):
@@ -137,7 +147,7 @@ def _propagate(schema: Any, by_torch: Callable[[Any], Any]) -> Any:
     rows = list(zip(*filter(None, lists), strict=False)) if is_foreach else [tuple(specs)]  # of tensors used together
     are_alike = all(len({(spec.placements, spec.shape) for spec in row if spec.ndim}) <= 1 for row in rows)
     are_numbers_known = all(spec.is_replicated() for spec in specs if not spec.ndim)
-    if name in _REDUCTIONS and are_alike and math.inf not in map(abs, filter(_is_float, schema.args_schema)):
+    if are_alike and (name in _REDUCTIONS or (name in _NORMS and _is_norm_of_parts(schema, ragged))):
         result = by_torch(schema)
         wanted = private.specs_in(result.redistribute_schema.args_schema if result.needs_redistribute else ())
         stays = any(is_ragged(spec.placements) for spec in wanted)  # some releases want all of each
@@ -145,7 +155,8 @@ def _propagate(schema: Any, by_torch: Callable[[Any], Any]) -> Any:
             return result
     elif are_alike and are_numbers_known and _is_elementwise(schema.op, name):
         result = by_torch(private.as_replicated(schema))
-        placed = [_placed(spec, row) for spec, row in zip(private.specs_in(result.output_spec), rows, strict=False)]
+        like = rows if is_foreach else repeat(tuple(specs))  # frexp has two results
+        placed = [_placed(spec, row) for spec, row in zip(private.specs_in(result.output_spec), like, strict=False)]
         if result.output_spec is not None:
             one = placed[0] if isinstance(result.output_spec, private.DTensorSpec) else tuple(placed)
             result = dataclasses.replace(result, output_spec=one)
@@ -161,12 +172,16 @@ def _propagate(schema: Any, by_torch: Callable[[Any], Any]) -> Any:
     )
 
 
-def _is_float(argument: object) -> TypeGuard[float]:
-    return isinstance(argument, float)
+def _is_norm_of_parts(schema: Any, ragged: Sequence[private.DTensorSpec]) -> bool:
+    """Whether each rank can compute the norm of its part."""
+    order = next((each for each in schema.args_schema if isinstance(each, (int, float))), 2)
+    cuts = (each.cuts for spec in ragged for each in spec.placements if isinstance(each, RaggedShard))
+    return 0 <= order < math.inf or all(start < stop for each in cuts for start, stop in pairwise(each))
 
 
 def _is_elementwise(op: Any, name: str) -> bool:
-    return name in _ELEMENTWISE or torch.Tag.pointwise in op.tags or name.startswith(_OF_LISTS)
+    is_listed = name in _ELEMENTWISE or _LISTS_ELEMENTWISE.fullmatch(name) is not None
+    return is_listed or torch.Tag.pointwise in op.tags
 
 
 def _is_cut(spec: private.DTensorSpec) -> bool:

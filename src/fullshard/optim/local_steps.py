@@ -81,7 +81,8 @@ class LocalSteps:
             because the parameters are this rank's parts: plain tensors, in fp32 or the parameters' dtype if that is
             wider. ``None`` sets the anchor to the mean of the replicas' parameters.
         wire_policy: how changes are encoded on their way, both to where they are averaged (``reduce``) and back
-            (``gather``). What encodings lose on the first way is added to the changes of the next meeting.
+            (``gather``). What encodings lose on the first way is added to the changes of the next meeting. Changes of
+            scalars travel as they are.
         fragments: into how many parts the groups of the model are divided. Group ``i`` is in part ``i % fragments``.
             The parts meet at different steps, evenly spread over ``every``, so that less is exchanged at a time.
         overlap: optimizer steps for which an exchange runs beside training, before its result is used. A parameter then
@@ -93,7 +94,7 @@ class LocalSteps:
         outer: the outer optimizer of each fragment, for example to change its ``lr``; empty with ``outer=None``.
 
     A rank needs memory for the anchor, the outer state, and during an exchange for the fragment's changes and a part
-    of these, all as large as its shards in the dtype of the anchor.
+    of these, all as large as its shards in the dtype of the anchor; with error feedback as much in bf16.
 
     Raises:
         TypeError: ``every``, ``fragments`` or ``overlap`` is not an int, ``optimizer`` or what ``outer`` returns is not
@@ -132,8 +133,11 @@ class LocalSteps:
         expect(0 <= overlap < every, "overlap", overlap, "0 or more, and less than every", ValueError)
         self.every, self.overlap, self.steps = every, overlap, 0
         self._has_begun = self._shows_anchor = False
+        wires = wire_policy, self._process_group.size()
         self._fragments = [
-            ModelFragment([*chain(*members[k::fragments])], every * (k + 1) // fragments % every, outer, offload)
+            ModelFragment(
+                [*chain(*members[k::fragments])], every * (k + 1) // fragments % every, outer, offload, *wires
+            )
             for k in range(fragments)
         ]
         self.outer = [each.outer for each in self._fragments if each.outer is not None]
@@ -194,8 +198,7 @@ class LocalSteps:
             if since == 0:
                 self._check_parameters()
                 said = self.steps, number
-                given = self._transport, self._process_group, self._device, self._wires
-                fragment.exchange = ChangesExchange(fragment, *given, said)
+                fragment.exchange = ChangesExchange(fragment, self._transport, self._process_group, said)
                 fragment.exchange.start(self._lane)
             if fragment.exchange is None:
                 continue
@@ -238,11 +241,13 @@ class LocalSteps:
             group.notice_changes()
 
     def state_dict(self) -> dict[str, Any]:
-        """The anchor, the outer optimizers' state and the number of steps, for ``checkpoint.save(state={...})``.
+        """The anchor, the outer optimizers' state and the number of steps, for ``checkpoint.save(state={...})``; and
+        what encodings have lost of each replica's changes.
 
         Anchors and outer state of a parameter's shape are DTensors over the same memory, sharded as the parameter is.
-        All replicas have the same, so another number of replicas can load it, and other ``fragments`` too. It has
-        neither options of the outer optimizers nor an exchange that is under way.
+        All replicas have the same, so another number of replicas can load it, and other ``fragments`` too. On another
+        number of replicas, what encodings have lost begins at zero. It has neither options of the outer optimizers nor
+        an exchange that is under way, which it waits for if changes are encoded.
         """
         anchors, outer = dict[str, Any](), dict[str, Any]()
         for fragment in self._fragments:
@@ -251,7 +256,13 @@ class LocalSteps:
             for index, (each, anchor) in enumerate(zip(fragment.members, fragment.anchors, strict=True)):
                 anchors[each.name] = each.as_dtensor(anchor.data)
                 outer[each.name] = fragment.outer_state(index)
-        return {"steps": self.steps, "anchor": anchors, "outer": outer}
+        state = {"steps": self.steps, "anchor": anchors, "outer": outer}
+        lost = {name: value for fragment in self._fragments for name, value in fragment.lost_state().items()}
+        return state | ({"wire_feedback": {self._replicas: lost}} if lost else {})
+
+    @property
+    def _replicas(self) -> str:
+        return f"{self._process_group.size()} replicas"
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -272,7 +283,8 @@ class LocalSteps:
         self.steps, self._has_begun = state_dict["steps"], True
         self._reshard()
         for fragment in self._fragments:
-            fragment.load(state_dict["anchor"], state_dict["outer"])
+            lost = state_dict.get("wire_feedback", {}).get(self._replicas, {})
+            fragment.load(state_dict["anchor"], state_dict["outer"], lost)
 
 
 def _first_dim(group: ParamGroup) -> dist.ProcessGroup:

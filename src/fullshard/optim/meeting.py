@@ -14,25 +14,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from fullshard.buffer.plan import ParamShape, make_plan
+from fullshard.buffer.plan import ParamShape, Plan, make_plan
 from fullshard.comm.process_group import encoded, has_peers
-from fullshard.comm.transport import Feedback, Reduction, Transfer, Transport, make_wire
+from fullshard.comm.transport import (
+    DIRECTIONS,
+    Direction,
+    Feedback,
+    Reduction,
+    Route,
+    Transfer,
+    Transport,
+    Wire,
+    make_wire,
+)
 from fullshard.comm.waits import waiting
 from fullshard.device import CPU, Lane, Pending
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, local_tensor
 from fullshard.optim.local_step import NOT_ELEMENTWISE, NUMBERS
 from fullshard.policies import expect
-from fullshard.torch_private import all_gather_single, altered_spec, make_dtensor
-from fullshard.wire_policy import WirePolicy
+from fullshard.torch_private import all_gather_single, altered_spec, make_dtensor, sharding_spec
+from fullshard.wire_policy import EXACT, WirePolicy
 
 #: Makes an optimizer of a list of parameters.
 OuterOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -54,6 +65,56 @@ class FragmentMember:
         """A tensor of the shape of this rank's part, sharded as the parameter is."""
         return make_dtensor(local, altered_spec(self.param.spec, dtype=local.dtype))
 
+    def as_stack(self, local: torch.Tensor, replicas: int) -> torch.Tensor:
+        """The same for a tensor of which each replica has another: they lie along a last dim, which replicas shard."""
+        spec, local = self.param.spec, local.unsqueeze(-1)
+        shape, placements = torch.Size((*spec.shape, replicas)), [Shard(spec.ndim), *spec.placements[1:]]
+        stride = torch.empty(shape, device="meta").stride()
+        return make_dtensor(local, sharding_spec(spec.mesh, placements, shape, stride, local.dtype))
+
+
+class ChangesSection(NamedTuple):
+    """Changes of one dtype that travel in one way.
+
+    Attributes:
+        starts: where this rank's part of each lies, by the position of its parameter in the fragment.
+        plan: how replicas cut all of it.
+        wires: how it is encoded, with the memory of what is lost.
+        lost: the parts of this memory, by position.
+    """
+
+    starts: Mapping[int, int]
+    dtype: torch.dtype
+    plan: Plan
+    wires: Mapping[Direction, Wire | None]
+    lost: Mapping[int, torch.Tensor]
+
+
+def _sections_of(
+    members: Sequence[FragmentMember], anchors: Sequence[torch.Tensor], policy: WirePolicy, replicas: int
+) -> list[ChangesSection]:
+    """The changes by dtype. Those of small parameters travel as they are, as one; of large ones each is encoded for
+    itself. What each rank of a replica has whole, such as scalars, travels apart and as it is: these ranks must get the
+    same mean, to the bit."""
+    wires = {direction: make_wire(policy, direction) for direction in DIRECTIONS}
+    kinds, found = dict[tuple[torch.dtype, bool, bool], list[int]](), list[ChangesSection]()
+    for at, (each, anchor) in enumerate(zip(members, anchors, strict=True)):
+        is_whole, is_large = each.param.dim is None, each.param.shape.numel() >= policy.min_numel
+        encoded = (wire is not None and wire.encoding.saves(anchor.dtype) for wire in wires.values())
+        kinds.setdefault((anchor.dtype, is_whole, is_large and not is_whole and any(encoded)), []).append(at)
+    for (dtype, _, is_encoded), chosen in kinds.items():
+        numels, lost = [anchors[at].numel() for at in chosen], dict[int, torch.Tensor]()
+        shapes = [ParamShape(members[at].name, (anchors[at].numel(),)) for at in chosen]
+        plan = make_plan(shapes if is_encoded else [ParamShape("changes", (sum(numels),))], replicas)
+        starts = dict(zip(chosen, plan.full_offsets if is_encoded else accumulate(numels, initial=0), strict=False))
+        own = {key: wire and wire._replace(min_numel=0) for key, wire in wires.items() if is_encoded}
+        if (wire := own.get("reduce")) is not None and policy.error_feedback:
+            memory = torch.zeros(plan.full_numel, dtype=torch.bfloat16, device=members[0].group.device)
+            own["reduce"] = wire._replace(feedback=Feedback([memory]))
+            lost = {at: memory[start:][: anchors[at].numel()].view(anchors[at].shape) for at, start in starts.items()}
+        found.append(ChangesSection(starts, dtype, plan, own, lost))
+    return found
+
 
 class ModelFragment:
     """Parameters that meet at the same steps.
@@ -64,20 +125,28 @@ class ModelFragment:
         outer: steps on the anchors; ``None``: they become the mean.
         differs: whether replicas have changed the parameters since their last meeting.
         exchange: the meeting that is under way.
-        lost: what encodings have lost of the changes, by their dtype, to be added at the next meeting.
+        sections: how the changes travel.
+        lost: by position, what encodings have lost of the changes of this replica, to be added at the next meeting.
     """
 
     def __init__(
-        self, members: Sequence[FragmentMember], phase: int, make_outer: OuterOptimizer | None, offload: bool
+        self,
+        members: Sequence[FragmentMember],
+        phase: int,
+        make_outer: OuterOptimizer | None,
+        offload: bool,
+        wires: WirePolicy,
+        replicas: int,
     ) -> None:
-        self.members, self.phase, self.differs = members, phase, False
+        self.members, self.phase, self.differs, self._replicas = members, phase, False, replicas
         self.exchange: ChangesExchange | None = None
-        self.lost: dict[torch.dtype, torch.Tensor] = {}
         self.anchors: list[nn.Parameter] = []
         for values in (each.param.values for each in members):
             dtype = torch.promote_types(values.dtype, torch.float32)
             anchor = torch.empty_like(values, dtype=dtype, device=CPU if offload else values.device)
             self.anchors.append(nn.Parameter(anchor, requires_grad=False))
+        self.sections = _sections_of(members, self.anchors, wires, replicas)
+        self.lost = {at: lost for section in self.sections for at, lost in section.lost.items()}
         self.outer = None if make_outer is None else _make(make_outer, self.anchors)
         #: The state that an outer step leaves of each parameter: a checkpoint is loaded before the first one.
         self._expected: list[dict[str, Any]] = [{} for _ in members]
@@ -134,6 +203,14 @@ class ModelFragment:
             shown[key] = value
         return {"has_stepped": bool(state), "state": shown}
 
+    def lost_state(self) -> dict[str, torch.Tensor]:
+        """What encodings have lost, by the names of parameters, over the same memory."""
+        if self.exchange is not None:
+            self.exchange.wait()  # it may write there
+        return {
+            self.members[at].name: self.members[at].as_stack(lost, self._replicas) for at, lost in self.lost.items()
+        }
+
     def check(self, outer: Mapping[str, Any]) -> None:
         """Raise ValueError if the outer optimizer has other state than was saved."""
         for each, expected in zip(self.members, self._expected, strict=True):
@@ -144,11 +221,15 @@ class ModelFragment:
                     f"optimizer {type(self.outer).__name__} needs {sorted(expected)}: give LocalSteps the same outer"
                 )
 
-    def load(self, anchors: Mapping[str, Any], outer: Mapping[str, Any]) -> None:
-        """Take over anchors and outer state, by the names of parameters, and set the parameters to the anchor."""
+    def load(self, anchors: Mapping[str, Any], outer: Mapping[str, Any], lost: Mapping[str, Any]) -> None:
+        """Take over anchors, outer state and what encodings have lost, by the names of parameters, and set the
+        parameters to the anchor."""
         if self.exchange is not None:
             self.exchange.wait()
         self.exchange, self.differs = None, False
+        for at, own in self.lost.items():
+            loaded = lost.get(self.members[at].name)
+            own.zero_() if loaded is None else own.copy_(local_tensor(loaded).squeeze(-1))
         for each, anchor in zip(self.members, self.anchors, strict=True):
             anchor.copy_(local_tensor(anchors[each.name]))
             if self.outer is None:
@@ -170,38 +251,30 @@ class ChangesExchange:
 
     @torch.no_grad()
     def __init__(
-        self, fragment: ModelFragment, transport: Transport, over: dist.ProcessGroup, device: torch.device,
-        wires: WirePolicy, said: tuple[int, int],
-    ) -> None:  # fmt: skip
+        self, fragment: ModelFragment, transport: Transport, over: dist.ProcessGroup, said: tuple[int, int]
+    ) -> None:
         self._process_group, self._said = over, said
-        self._means: list[torch.Tensor] = []
-        sizes: dict[torch.dtype, int] = {}
-        for anchor in fragment.anchors:
-            sizes[anchor.dtype] = sizes.get(anchor.dtype, 0) + anchor.numel()
-        transfers: list[Transfer] = []
-        rest: dict[torch.dtype, torch.Tensor] = {}
-        for dtype, numel in sizes.items():
-            plan = make_plan([ParamShape(f"changes in {dtype}", (numel,))], over.size(), "flat")
-            full, shard = (
-                transport.allocate(each * dtype.itemsize, device).view(dtype)
-                for each in (plan.full_numel, plan.shard_numel)
+        means = dict[int, torch.Tensor]()
+        self._routes: list[tuple[Route, Route, torch.Tensor]] = []  # a reduction, its shard, and a gather of it
+        for number, (starts, dtype, plan, wires, _) in enumerate(fragment.sections):
+            device = fragment.members[0].group.device
+            numels = plan.full_numel, plan.shard_numel
+            full, shard = (transport.allocate(each * dtype.itemsize, device).view(dtype) for each in numels)
+            for at, start in starts.items():
+                values, anchor = fragment.members[at].param.values, fragment.anchors[at]
+                change = full[start:][: anchor.numel()].view(anchor.shape)
+                means[at] = change.copy_(anchor).sub_(values.to(device))
+            # Nothing else travels between replicas that train apart, so their groups' tags are free.
+            given = (
+                [Transfer(plan, full, shard)] if plan.end else [],
+                over,
+                fragment.members[0].group.tag + (number << 16),
             )
-            rest[dtype] = full
-            transfers += [Transfer(plan, full, shard)] if numel else []
-        for each, anchor in zip(fragment.members, fragment.anchors, strict=True):
-            change, rest[anchor.dtype] = rest[anchor.dtype].tensor_split([anchor.numel()])
-            self._means.append(change.view(anchor.shape).copy_(anchor).sub_(each.param.values.to(device)))
-        self._shards = [transfer.shard for transfer in transfers]
-        if wires.error_feedback and wires.reduce != "exact":
-            for _, full, _ in transfers:
-                fragment.lost.setdefault(full.dtype, torch.zeros_like(full, dtype=torch.bfloat16))
-        feedback = Feedback([fragment.lost[full.dtype] for _, full, _ in transfers]) if fragment.lost else None
-        # Nothing else travels between replicas that train apart, so the tag of any group of theirs will do.
-        given = transfers, over, fragment.members[0].group.tag
-        self._reduce = transport.reduce_route(*given, make_wire(wires, "reduce", feedback))
-        self._gather = transport.gather_route(*given, make_wire(wires, "gather"))
-        self._reducing: Pending | None = None
-        self._gathering: Pending | None = None
+            reduce = transport.reduce_route(*given, wires.get("reduce"))
+            self._routes.append((reduce, transport.gather_route(*given, wires.get("gather")), shard))
+        self._means = [means[at] for at in range(len(means))]
+        self._reducing: list[Pending] = []
+        self._gathering: list[Pending] = []
         self._heard: tuple[dist.Work, torch.Tensor] | None = None
 
     def start(self, lane: Lane) -> None:
@@ -214,19 +287,20 @@ class ChangesExchange:
         self._mark = lane.run(self._start)
 
     def _start(self) -> Pending:
-        self._reducing = self._reduce.start(self._shards, Reduction(self._process_group.size()))
+        divided = Reduction(self._process_group.size())
+        self._reducing = [reduce.start([shard], divided) for reduce, _, shard in self._routes]
         return self
 
     def finish(self) -> None:
         self._gather_means()
-        assert self._gathering is not None
-        self._gathering.finish()
+        for gathering in self._gathering:
+            gathering.finish()
 
     def _gather_means(self) -> None:
-        reducing, self._reducing = self._reducing, None
-        if reducing is not None:
-            reducing.finish()
-            self._gathering = self._gather.start()
+        reducing, self._reducing = self._reducing, []
+        for pending, (_, gather, _) in zip(reducing, self._routes, strict=False):
+            pending.finish()
+            self._gathering.append(gather.start())
 
     def advance(self) -> None:
         """Wait for the first half on the host, and start the second."""
