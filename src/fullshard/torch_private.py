@@ -307,7 +307,14 @@ swap_memory: Any = torch.UntypedStorage._swap_data_ptr_  # type: ignore[attr-def
 def storage_id(tensor: torch.Tensor) -> int:
     """Identifies the storage of a tensor; 0 for one that has none. Storages have no public identity but an address,
     which empty ones share."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+    if tensor.layout is not torch.strided:
+        return 0
+    try:
+        return tensor.untyped_storage()._cdata
+    except RuntimeError:  # wrapped by a transform of ``torch.func``
+        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise
+        return storage_id(torch._C._functorch.get_unwrapped(tensor))
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:
@@ -402,14 +409,24 @@ def premultiplied_sum(factor: float) -> Any:
     return dist._make_nccl_premul_sum(factor)
 
 
+#: Whether a transform of ``torch.func`` runs: tensors may be wrapped, and operations make wrapped ones.
+transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+#: The mode in which ``make_fx`` records operations, or ``None``. It has no public name.
+make_fx_mode: Callable[[], object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[attr-defined]
 _plain_apply: Any = vars(torch._C._FunctionBase)["apply"]
 
 
-def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)``, but without its search of each argument for dead functorch wrappers."""
-    if torch._C._are_functorch_transforms_active():
-        return function.apply(*args)
-    return _plain_apply.__get__(None, function)(*args)
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` outside of transforms, without its search of each argument for dead wrappers of them."""
+    apply: Callable[..., Any] = _plain_apply.__get__(None, function)
+    return apply
+
+
+def outside_transforms() -> Any:
+    """A context in which no transform of ``torch.func`` is active: tensors made there are plain ones, which stay."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def allocating_backend(group: Any, device: torch.device) -> Any:

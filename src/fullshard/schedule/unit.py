@@ -35,9 +35,21 @@ from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.checks import Emptied
+from fullshard.schedule.marks import BeginOfBackward, EndOfBackward, follow_writes, mark_gradient
 from fullshard.schedule.schedule import Schedule
-from fullshard.torch_private import apply_function, base_of, running_backward, storage_id
+from fullshard.torch_private import (
+    base_of,
+    outside_transforms,
+    plain_apply,
+    running_backward,
+    storage_id,
+    transforms_are_active,
+    version_of,
+)
 
+_mark_plain = plain_apply(EndOfBackward)
+#: No tensors, no aliases, and no versions.
+_NONE: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], list[int]] = (), (), []
 #: Arguments of a forward.
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -52,24 +64,6 @@ class Phase(Enum):
 
 class Use:
     """One forward call."""
-
-
-class EndOfBackward(torch.autograd.Function):
-    """The identity on a unit's inputs: when their gradients are there, the backward of the unit has ended."""
-
-    @staticmethod
-    def forward(ctx: Any, unit: Unit, use: Use, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.unit, ctx.use = unit, use
-        ctx.set_materialize_grads(False)
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        ctx.unit.post_backward(ctx.use)
-        if torch.is_grad_enabled():
-            for grad in grads:
-                ctx.unit.mark_gradient(grad)
-        return (None, None, *grads)
 
 
 class Unit:
@@ -112,6 +106,9 @@ class Unit:
         self.to_run: set[nn.Module] = set()  # modules of a list whose forward has not ended, while it runs
         self._in_method = False
         self._use = Use()
+        #: The inputs that are marked in the forward that runs, their aliases, and their versions before it.
+        self._marked = _NONE
+        self._is_transformed = False  # whether its forward runs under a transform of ``torch.func``
         self._is_opaque = False  # whether its forward returned no tensor: nothing tells when its backward begins
         self._in_backward: dict[Use, None] = {}  # the uses whose backward has begun and not ended
         self._is_differentiated = False  # whether the backward that runs goes through an earlier one of this unit
@@ -121,9 +118,30 @@ class Unit:
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Runs before the forward of each of the modules."""
+        before, self._is_transformed = self._use, transforms_are_active()
+        if self._is_transformed:
+            with outside_transforms():
+                is_outermost = self._enter()
+        else:
+            is_outermost = self._enter()
+        if is_outermost and not is_host(self.device):
+            args, kwargs = tree.to_device((args, kwargs), self.device)
+        if self.mp_policy.param_dtype is not None:
+            args, kwargs = self._cast_inputs(args, kwargs)
+        if self._use is not before:
+            if self._is_transformed or torch.is_grad_enabled():
+                args, kwargs = self._mark_end(args, kwargs)
+        elif self.phase is Phase.FORWARD and not self._in_method:
+            for tensor in tree.tensors((args, kwargs)):
+                if tensor.grad_fn is not None and torch.is_grad_enabled():  # a leaf would keep the hook
+                    tensor.register_hook(partial(mark_gradient, self))
+        return args, kwargs
+
+    def _enter(self) -> bool:
+        """Gather what a forward of one of the modules needs. Returns whether this is the outermost forward."""
         schedule = self.schedule or self.start()
         if self._in_method:
-            return self._cast_inputs(args, kwargs)
+            return False
         recomputes = running_backward() >= 0
         if recomputes:
             schedule.begin_backward()  # of the tree, if all of it is recomputed
@@ -131,17 +149,14 @@ class Unit:
             for group in self.needed:
                 group.unshard()
                 group.wait_for_unshard()
-            return self._cast_inputs(args, kwargs)
+            return False
         first = self.phase is Phase.IDLE
         if not first and not recomputes and not self.is_list:
             schedule.refuse_forward(self)
-        if first and not recomputes and schedule.begin_forward(self) and not is_host(self.device):
-            args, kwargs = tree.to_device((args, kwargs), self.device)
+        is_outermost = first and not recomputes and schedule.begin_forward(self)
         self.phase = Phase.FORWARD
         if self.is_list and not self.to_run:
             self.to_run.update(self.modules)
-        if self.mp_policy.param_dtype is not None:
-            args, kwargs = self._cast_inputs(args, kwargs)
         for group in self.needed:
             if first and not recomputes:
                 schedule.order.entered.append(group)
@@ -153,44 +168,52 @@ class Unit:
             self._use = Use()
             if not recomputes and self.prefetches_forward:
                 schedule.prefetch_forward(self)
-            if torch.is_grad_enabled():
-                args, kwargs = self._mark_end(args, kwargs)
-        else:
-            for tensor in tree.tensors((args, kwargs)):
-                if tensor.grad_fn is not None and torch.is_grad_enabled():  # a leaf would keep the hook
-                    tensor.register_hook(self.mark_gradient)
-        return args, kwargs
+        return is_outermost
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Runs after the forward of each of the modules."""
-        schedule = self.schedule
-        assert schedule is not None
         if self.phase is Phase.BACKWARD or self._in_method:
             return tree.cast_floating(output, self.mp_policy.output_dtype)
-        recomputes = running_backward() >= 0
-        self.to_run.discard(module)
-        ended = not self.to_run
+        (inputs, aliases, versions), self._marked = self._marked, _NONE
+        if versions != [*map(version_of, inputs)]:
+            follow_writes(inputs, aliases)
         gathered = {*map(attrgetter("full.buffer.storage_id"), self.needed)}
-        if not gathered.isdisjoint(map(storage_id, tree.tensors(output))):  # another group is about to get their memory
+        found = tree.reachable_tensors(output)
+        if not gathered.isdisjoint(map(storage_id, found)):  # another group is about to get their memory
             output = tree.map_tensors(lambda each: each.clone() if storage_id(each) in gathered else each, output)
+            found = tree.reachable_tensors(output)
         if self.mp_policy.output_dtype is not None:
             output = tree.cast_floating(output, self.mp_policy.output_dtype)
+            found = tree.reachable_tensors(output)
+        if self._is_transformed:
+            self._is_opaque |= not found
+            output = self._mark_begin_transformed(output)
+            with outside_transforms():
+                self._leave(module, None)
+            return output
         mark = None
         if torch.is_grad_enabled():
-            found = tree.reachable_tensors(output)
             mark = self._mark_begin(found)
             self._is_opaque |= not found
-        if recomputes:
+        self._leave(module, mark)
+        return output
+
+    def _leave(self, module: nn.Module, mark: object | None) -> None:
+        """Let go what a forward of one of the modules needed, unless more of them are to run."""
+        schedule = self.schedule
+        assert schedule is not None
+        self.to_run.discard(module)
+        ended = not self.to_run
+        if running_backward() >= 0:  # a recomputation
             if ended:
                 for group in self.needed:
                     group.users.discard(self)
                 self.phase = Phase.IDLE
-            return output
+            return
         if ended:
             self.end_forward(schedule)
         if schedule.outermost is self and schedule.step.now.has_forward:
             schedule.end_forward(mark)
-        return output
 
     def run_method(
         self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -228,17 +251,25 @@ class Unit:
         return tree.cast_floating(args, dtype), tree.cast_floating(kwargs, dtype)
 
     def _mark_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        """Put :class:`EndOfBackward` on the inputs that require gradients."""
-        inputs = [tensor for tensor in tree.tensors((args, kwargs) if kwargs else args) if tensor.requires_grad]
+        """Put :class:`EndOfBackward` on the inputs that require gradients; under a transform, on all that may."""
+        wanted = _may_require_grad if self._is_transformed else attrgetter("requires_grad")
+        inputs = list(filter(wanted, tree.tensors((args, kwargs) if kwargs else args)))
         if not inputs:
             return args, kwargs
-        marked = apply_function(EndOfBackward, self, self._use, *inputs)
+        marked = (EndOfBackward.apply if self._is_transformed else _mark_plain)(self, self._use, *inputs)
+        self._marked = inputs, marked, [*map(version_of, inputs)]
         if not kwargs and [*map(id, inputs)] == [*map(id, args)]:
             return marked, kwargs
         found = dict(zip(map(id, inputs), marked, strict=True))
         given: Any = (args, kwargs) if kwargs else args
         given = tree.map_tensors(lambda tensor: found.get(id(tensor), tensor), given)
         return given if kwargs else (given, kwargs)
+
+    def _mark_begin_transformed(self, output: Any) -> Any:
+        """Put :class:`BeginOfBackward` on the outputs, on each level of the transforms."""
+        found = list(filter(_may_require_grad, tree.tensors(output)))
+        marked = dict(zip(map(id, found), BeginOfBackward.apply(self, self._use, *found), strict=True))
+        return tree.map_tensors(lambda tensor: marked.get(id(tensor), tensor), output)
 
     def _mark_begin(self, found: Sequence[torch.Tensor]) -> object | None:
         """Put a hook, which is returned, on the outputs that require gradients.
@@ -247,7 +278,7 @@ class Unit:
         """
         hook = None
         for tensor in found:
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # a leaf would keep the hook, and was not computed here
                 hook = hook or partial(self.pre_backward, self._use)
                 tensor.register_hook(hook)
                 base = base_of(tensor)
@@ -255,7 +286,7 @@ class Unit:
                     base.register_hook(hook)
         return hook
 
-    def pre_backward(self, use: Use, grad: torch.Tensor) -> None:
+    def pre_backward(self, use: Use, grad: torch.Tensor | None) -> None:
         """Runs when autograd has a gradient of an output."""
         schedule = self.schedule
         assert schedule is not None
@@ -288,15 +319,7 @@ class Unit:
             return  # another forward call is still in its backward, or an earlier backward is differentiated
         self.finish_backward(schedule, ahead=True)
 
-    def mark_gradient(self, grad: torch.Tensor | None) -> None:
-        """Put a hook on the gradient of an input if it was computed to be differentiated (``create_graph=True``).
-
-        A backward through this backward comes here first, and then reads what the backward read.
-        """
-        if grad is not None and grad.requires_grad:
-            grad.register_hook(self._differentiate)
-
-    def _differentiate(self, grad: torch.Tensor) -> None:
+    def differentiate(self, grad: torch.Tensor | None) -> None:
         """Runs when autograd goes through an earlier backward: the parameters are needed until all of it ends."""
         schedule = self.schedule
         assert schedule is not None
@@ -317,7 +340,7 @@ class Unit:
 
     def finish_backward(self, schedule: Schedule, ahead: bool = False) -> None:
         """Runs when the backward of the modules has ended: ``ahead`` of that of the whole tree, or together with it."""
-        self.phase = Phase.IDLE
+        self.phase, self._marked = Phase.IDLE, _NONE
         for group in self.groups:
             if group.options.strategy.reduces and (ahead or not schedule.root.finalizes_by_hand):
                 schedule.reduce(group)
@@ -343,6 +366,7 @@ class Unit:
         self.phase = Phase.IDLE
         self._in_backward, self._is_differentiated, self._is_opaque = {}, False, False
         self.to_run.clear()
+        self._marked = _NONE
         for group in self.groups:
             group.users.clear()
             group.reset()
@@ -352,7 +376,7 @@ class Unit:
         twin: Unit = copy.copy(self)
         memo[id(self)] = twin
         twin.schedule, twin.needed, twin.emptied, twin.extents = None, [], [], []
-        twin.to_run, twin._in_backward = set(), {}
+        twin.to_run, twin._in_backward, twin._marked = set(), {}, _NONE
         for name in self.tree:
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         return twin
@@ -447,6 +471,10 @@ def schedule_of(model: nn.Module, who: str) -> Schedule:
             f"{who} expects a root that was sharded or wrapped, got {type(model).__name__}: call it after fully_shard"
         )
     return unit.schedule or unit.start()
+
+
+def _may_require_grad(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _is_in_forward(module: nn.Module) -> bool:
