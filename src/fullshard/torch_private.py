@@ -23,6 +23,7 @@ import torch.distributed._symmetric_memory as symm_mem  # memory that all ranks 
 import torch.utils._pytree as pytree  # torch.utils.pytree is not in every release: walking registered containers
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms  # for plain tensors
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory that know their device
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -42,6 +43,7 @@ __all__ = [
     "StridedShard",
     "box_of",
     "is_traceable_subclass",
+    "outside_transforms",
     "pytree",
     "symm_mem",
 ]
@@ -307,13 +309,9 @@ swap_memory: Any = torch.UntypedStorage._swap_data_ptr_  # type: ignore[attr-def
 def storage_id(tensor: torch.Tensor) -> int:
     """Identifies the storage of a tensor; 0 for one that has none. Storages have no public identity but an address,
     which empty ones share."""
-    if tensor.layout is not torch.strided:
-        return 0
     try:
-        return tensor.untyped_storage()._cdata
+        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
     except RuntimeError:  # wrapped by a transform of ``torch.func``
-        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            raise
         return storage_id(torch._C._functorch.get_unwrapped(tensor))
 
 
@@ -413,20 +411,8 @@ def premultiplied_sum(factor: float) -> Any:
 transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 #: The mode in which ``make_fx`` records operations, or ``None``. It has no public name.
 make_fx_mode: Callable[[], object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[attr-defined]
-_plain_apply: Any = vars(torch._C._FunctionBase)["apply"]
-
-
-def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` outside of transforms, without its search of each argument for dead wrappers of them."""
-    apply: Callable[..., Any] = _plain_apply.__get__(None, function)
-    return apply
-
-
-def outside_transforms() -> Any:
-    """A context in which no transform of ``torch.func`` is active: tensors made there are plain ones, which stay."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    return temporarily_clear_interpreter_stack()
+#: ``apply`` of a function outside of transforms, without its search of each argument for dead wrappers of them.
+plain_apply: Callable[[Any], Any] = partial(vars(torch._C._FunctionBase)["apply"].__get__, None)
 
 
 def allocating_backend(group: Any, device: torch.device) -> Any:
