@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Shard
 from fullshard.group.module_parameters import Updates, updates
 from fullshard.torch_private import (
     all_gather_over,
-    apply_function,
     foreach_copy,
     make_dtensor,
+    plain_apply,
     reduce_scatter_over,
     spec_of,
 )
@@ -89,7 +89,7 @@ class _Group:
 
     def before_forward(self, module: nn.Module, args: tuple[Tensor, ...]) -> Any:
         self.unshard(self.following)
-        return apply_function(_End, self, *args)
+        return plain_apply(_End)(self, *args)
 
     def after_forward(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         output.register_hook(self.before_backward)

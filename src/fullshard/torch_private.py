@@ -23,6 +23,7 @@ import torch.distributed._symmetric_memory as symm_mem  # memory that all ranks 
 import torch.utils._pytree as pytree  # torch.utils.pytree is not in every release: walking registered containers
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms  # for plain tensors
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory that know their device
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -42,6 +43,7 @@ __all__ = [
     "StridedShard",
     "box_of",
     "is_traceable_subclass",
+    "outside_transforms",
     "pytree",
     "symm_mem",
 ]
@@ -309,7 +311,10 @@ swap_memory: Any = torch.UntypedStorage._swap_data_ptr_  # type: ignore[attr-def
 def storage_id(tensor: torch.Tensor) -> int:
     """Identifies the storage of a tensor; 0 for one that has none. Storages have no public identity but an address,
     which empty ones share."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+    try:
+        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+    except RuntimeError:  # wrapped by a transform of ``torch.func``
+        return storage_id(torch._C._functorch.get_unwrapped(tensor))
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:
@@ -404,14 +409,12 @@ def premultiplied_sum(factor: float) -> Any:
     return dist._make_nccl_premul_sum(factor)
 
 
-_plain_apply: Any = vars(torch._C._FunctionBase)["apply"]
-
-
-def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)``, but without its search of each argument for dead functorch wrappers."""
-    if torch._C._are_functorch_transforms_active():
-        return function.apply(*args)
-    return _plain_apply.__get__(None, function)(*args)
+#: Whether a transform of ``torch.func`` runs: tensors may be wrapped, and operations make wrapped ones.
+transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+#: The mode in which ``make_fx`` records operations, or ``None``. It has no public name.
+make_fx_mode: Callable[[], object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[attr-defined]
+#: ``apply`` of a function outside of transforms, without its search of each argument for dead wrappers of them.
+plain_apply: Callable[[Any], Any] = partial(vars(torch._C._FunctionBase)["apply"].__get__, None)
 
 
 def allocating_backend(group: Any, device: torch.device) -> Any:

@@ -12,8 +12,8 @@ are returned as they are, the same objects. These containers are searched::
 Everything else is a leaf, including sets and modules. :func:`reachable_tensors` searches further, but replaces nothing.
 
 A function that is called with a list may append to it, and its caller reads the list afterwards. So what a forward
-takes is not rebuilt: :func:`replace_tensors` writes to the caller's containers, and :func:`restore` undoes it after the
-call. :func:`replace_reachable` does the same to the plain objects that a forward returns.
+takes is not rebuilt: :func:`replace_tensors` writes to the caller's containers, and :class:`Replacements` undoes it after
+the call. :func:`replace_reachable` does the same to the plain objects that a forward returns.
 """
 
 from __future__ import annotations
@@ -70,19 +70,30 @@ Replaced = tuple[Callable[[Any, Any], Any], Callable[[Any, Any, Any], None], Any
 
 def replace_tensors(fn: Callable[[Tensor], Tensor], tree: T, replaced: list[Replaced]) -> T:
     """Like :func:`map_tensors`, but lists, dicts, dataclasses and other mutable containers stay the same objects: they
-    are written to, and ``replaced`` gets what :func:`restore` needs. Tuples are rebuilt."""
+    are written to, and ``replaced`` says what was there. Tuples are rebuilt."""
     if isinstance(tree, Tensor) or _flat_tensors(tree) is not None:
         return map_tensors(fn, tree)
     return cast(T, _InPlace(fn, replaced).visit(tree))
 
 
-def restore(replaced: list[Replaced]) -> None:
-    """Undo :func:`replace_tensors` where the container still has what was put there."""
-    for read, write, node, key, new, old in reversed(replaced):
-        with suppress(LookupError, AttributeError):
-            if read(node, key) is new:
-                write(node, key, old)
-    replaced.clear()
+class Replacements:
+    """What :func:`replace_tensors` replaced for calls that have not ended, the outermost first."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, list[Replaced]]] = []
+
+    def of(self, callee: object) -> list[Replaced]:
+        """A list for what is replaced until the call of ``callee`` ends."""
+        self.calls.append((callee, []))
+        return self.calls[-1][1]
+
+    def restore(self, callee: object) -> None:
+        """Undo what was replaced for ``callee``, and for calls in it that did not end, where a container still has it."""
+        while any(each is callee for each, _ in self.calls):
+            for read, write, node, key, new, old in reversed(self.calls.pop()[1]):
+                with suppress(LookupError, AttributeError):
+                    if read(node, key) is new:
+                        write(node, key, old)
 
 
 def replace_reachable(fn: Callable[[Tensor], Tensor], tree: T) -> T:

@@ -33,6 +33,8 @@ from fullshard.group.replica import ReplicaGradients
 from fullshard.group.strategy import Placement
 from fullshard.torch_private import foreach_add, version_of
 
+#: Plans of reductions that a group keeps: programs that drop layers at random have a set of parameters for each step.
+MOST_PLANS = 16
 MOST_WAITING = 1 << 20  # bytes of gradients that wait for one copy, in the dtype in which they will travel
 
 
@@ -370,6 +372,8 @@ class Gradients:
 
     def _plan_reduction(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
         """Make the plan of a reduction of these parameters. Usually every step has the same."""
+        if len(self._plans) == MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
         group, parts, own = self._group, list[Part](), list[Part]()
         sums = is_final and group.data.replicate_group is not None
         chosen = list[tuple[Section, torch.Tensor, tuple[int, ...]]]()

@@ -33,7 +33,7 @@ from fullshard.schedule import checks
 from fullshard.schedule.order import Order
 from fullshard.schedule.passes import Passes
 from fullshard.schedule.step_log import StepLog
-from fullshard.torch_private import call_after_backward, running_backward
+from fullshard.torch_private import call_after_backward, make_fx_mode, running_backward
 
 #: What to do after an error. The schedule does not do this unasked: a rank that goes on alone could gather one layer
 #: while other ranks gather a different one. If the sizes agree, it would compute with wrong weights.
@@ -138,6 +138,11 @@ class Schedule:
         """The forward of ``unit`` begins; returns whether it is the outermost one. Raises RuntimeError if an error cut
         an earlier forward or backward short."""
         step = self.step
+        if make_fx_mode() is not None:
+            raise RuntimeError(
+                f"{unit!r} is traced by make_fx, as by torch.func.linearize: the graph would have the memory of its "
+                f"parameters, where other values will lie. Use torch.func.jvp, or trace the model before it is sharded"
+            )
         if step.now.has_backward:
             cut_short = _CUT_SHORT.format(f"a backward of {self.root!r}")
             raise RuntimeError(f"{cut_short}. The gradients of that step are lost")

@@ -35,11 +35,23 @@ from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.checks import Emptied
+from fullshard.schedule.marks import BeginOfBackward, EndOfBackward, follow_writes, mark_gradient
 from fullshard.schedule.schedule import Schedule
-from fullshard.torch_private import apply_function, base_of, running_backward, storage_id
-from fullshard.tree import Replaced
+from fullshard.torch_private import (
+    base_of,
+    outside_transforms,
+    plain_apply,
+    running_backward,
+    storage_id,
+    transforms_are_active,
+    version_of,
+)
+from fullshard.tree import Replacements
 from fullshard.updates import refuse_updated
 
+_mark_plain = plain_apply(EndOfBackward)
+#: No tensors, no aliases, and no versions.
+_NONE: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], list[int]] = (), (), []
 #: Arguments of a forward.
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -56,24 +68,6 @@ class Use:
     """One forward call."""
 
     updates = 0  # steps of optimizers before it
-
-
-class EndOfBackward(torch.autograd.Function):
-    """The identity on a unit's inputs: when their gradients are there, the backward of the unit has ended."""
-
-    @staticmethod
-    def forward(ctx: Any, unit: Unit, use: Use, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.unit, ctx.use = unit, use
-        ctx.set_materialize_grads(False)
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        ctx.unit.post_backward(ctx.use)
-        if torch.is_grad_enabled():
-            for grad in grads:
-                ctx.unit.mark_gradient(ctx.use, grad)
-        return (None, None, *grads)
 
 
 class Unit:
@@ -115,9 +109,11 @@ class Unit:
         self.phase = Phase.IDLE
         self.to_run: set[nn.Module] = set()  # modules of a list whose forward has not ended, while it runs
         self._in_method = False
-        #: The tensors that stand in the caller's containers for others, for each of the modules whose forward runs.
-        self._replaced: list[tuple[nn.Module, list[Replaced]]] = []
+        self._replaced = Replacements()  # in the callers' containers, while a forward runs
         self._use = Use()
+        #: The inputs that are marked in the forward that runs, their aliases, and their versions before it.
+        self._marked = _NONE
+        self._is_transformed = False  # whether its forward runs under a transform of ``torch.func``
         self._is_opaque = False  # whether its forward returned no tensor: nothing tells when its backward begins
         self._in_backward: dict[Use, None] = {}  # the uses whose backward has begun and not ended
         self._is_differentiated = False  # whether the backward that runs goes through an earlier one of this unit
@@ -127,9 +123,30 @@ class Unit:
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Runs before the forward of each of the modules."""
+        before, self._is_transformed = self._use, transforms_are_active()
+        if self._is_transformed:
+            with outside_transforms():
+                is_outermost = self._enter()
+        else:
+            is_outermost = self._enter()
+        if is_outermost and not is_host(self.device):
+            args, kwargs = tree.to_device((args, kwargs), self.device, self._replaced.of(module))
+        if self.mp_policy.param_dtype is not None:
+            args, kwargs = self._cast_inputs(module, args, kwargs)
+        if self._use is not before:
+            if self._is_transformed or torch.is_grad_enabled():
+                args, kwargs = self._mark_end(module, args, kwargs)
+        elif self.phase is Phase.FORWARD and not self._in_method:
+            for tensor in tree.tensors((args, kwargs)):
+                if tensor.grad_fn is not None and torch.is_grad_enabled():  # a leaf would keep the hook
+                    tensor.register_hook(partial(mark_gradient, self, self._use))
+        return args, kwargs
+
+    def _enter(self) -> bool:
+        """Gather what a forward of one of the modules needs. Returns whether this is the outermost forward."""
         schedule = self.schedule or self.start()
         if self._in_method:
-            return self._cast_inputs(module, args, kwargs)
+            return False
         recomputes = running_backward() >= 0
         if recomputes:
             schedule.begin_backward()  # of the tree, if all of it is recomputed
@@ -137,17 +154,14 @@ class Unit:
             for group in self.needed:
                 group.unshard()
                 group.wait_for_unshard()
-            return self._cast_inputs(module, args, kwargs)
+            return False
         first = self.phase is Phase.IDLE
         if not first and not recomputes and not self.is_list:
             schedule.refuse_forward(self)
-        if first and not recomputes and schedule.begin_forward(self) and not is_host(self.device):
-            args, kwargs = tree.to_device((args, kwargs), self.device, self._lend(module))
+        is_outermost = first and not recomputes and schedule.begin_forward(self)
         self.phase = Phase.FORWARD
         if self.is_list and not self.to_run:
             self.to_run.update(self.modules)
-        if self.mp_policy.param_dtype is not None:
-            args, kwargs = self._cast_inputs(module, args, kwargs)
         for group in self.needed:
             if first and not recomputes:
                 schedule.order.entered.append(group)
@@ -160,46 +174,54 @@ class Unit:
             self._use.updates = schedule.step.updates
             if not recomputes and self.prefetches_forward:
                 schedule.prefetch_forward(self)
-            if torch.is_grad_enabled():
-                args, kwargs = self._mark_end(module, args, kwargs)
-        else:
-            for tensor in tree.tensors((args, kwargs)):
-                if tensor.grad_fn is not None and torch.is_grad_enabled():  # a leaf would keep the hook
-                    tensor.register_hook(partial(self.mark_gradient, self._use))
-        return args, kwargs
+        return is_outermost
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Runs after the forward of each of the modules."""
-        schedule = self.schedule
-        assert schedule is not None
-        if self._replaced:
-            self._restore(module)
+        if self._replaced.calls:
+            self._replaced.restore(module)
         if self.phase is Phase.BACKWARD or self._in_method:
             return tree.cast_floating(output, self.mp_policy.output_dtype)
-        recomputes = running_backward() >= 0
-        self.to_run.discard(module)
-        ended = not self.to_run
-        gathered, found = {*map(attrgetter("full.buffer.storage_id"), self.needed)}, tree.reachable_tensors(output)
+        (inputs, aliases, versions), self._marked = self._marked, _NONE
+        if versions != [*map(version_of, inputs)]:
+            follow_writes(inputs, aliases)
+        gathered = {*map(attrgetter("full.buffer.storage_id"), self.needed)}
+        found = tree.reachable_tensors(output)
         if not gathered.isdisjoint(map(storage_id, found)):  # another group is about to get their memory
             output = tree.replace_reachable(lambda each: each.clone() if storage_id(each) in gathered else each, output)
+            found = tree.reachable_tensors(output)
         if self.mp_policy.output_dtype is not None:
             output = tree.cast_floating(output, self.mp_policy.output_dtype)
+            found = tree.reachable_tensors(output)
+        if self._is_transformed:
+            self._is_opaque |= not found
+            output = self._mark_begin_transformed(output)
+            with outside_transforms():
+                self._leave(module, None)
+            return output
         mark = None
         if torch.is_grad_enabled():
-            found = tree.reachable_tensors(output)
             mark = self._mark_begin(found)
             self._is_opaque |= not found
-        if recomputes:
+        self._leave(module, mark)
+        return output
+
+    def _leave(self, module: nn.Module, mark: object | None) -> None:
+        """Let go what a forward of one of the modules needed, unless more of them are to run."""
+        schedule = self.schedule
+        assert schedule is not None
+        self.to_run.discard(module)
+        ended = not self.to_run
+        if running_backward() >= 0:  # a recomputation
             if ended:
                 for group in self.needed:
                     group.users.discard(self)
                 self.phase = Phase.IDLE
-            return output
+            return
         if ended:
             self.end_forward(schedule)
         if schedule.outermost is self and schedule.step.now.has_forward:
             schedule.end_forward(mark)
-        return output
 
     def run_method(
         self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -231,34 +253,32 @@ class Unit:
                     group.reshard_after_forward()
         self.phase, self._is_opaque = Phase.IDLE, False
 
-    def _lend(self, module: nn.Module) -> list[Replaced]:
-        """A list for what is replaced in the caller's containers until the forward of ``module`` ends."""
-        self._replaced.append((module, []))
-        return self._replaced[-1][1]
-
-    def _restore(self, module: nn.Module) -> None:
-        """Undo what was replaced in the arguments of ``module``, and of calls inside of it that did not end."""
-        while any(lender is module for lender, _ in self._replaced):
-            tree.restore(self._replaced.pop()[1])
-
     def _cast_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         dtype = self.mp_policy.param_dtype
         if dtype is None or not self.casts_inputs:
             return args, kwargs
-        return tree.cast_floating((args, kwargs), dtype, self._lend(module))
+        return tree.cast_floating((args, kwargs), dtype, self._replaced.of(module))
 
     def _mark_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        """Put :class:`EndOfBackward` on the inputs that require gradients."""
-        inputs = [tensor for tensor in tree.tensors((args, kwargs) if kwargs else args) if tensor.requires_grad]
+        """Put :class:`EndOfBackward` on the inputs that require gradients; under a transform, on all that may."""
+        wanted = _may_require_grad if self._is_transformed else attrgetter("requires_grad")
+        inputs = list(filter(wanted, tree.tensors((args, kwargs) if kwargs else args)))
         if not inputs:
             return args, kwargs
-        marked = apply_function(EndOfBackward, self, self._use, *inputs)
+        marked = (EndOfBackward.apply if self._is_transformed else _mark_plain)(self, self._use, *inputs)
+        self._marked = inputs, marked, [*map(version_of, inputs)]
         if not kwargs and [*map(id, inputs)] == [*map(id, args)]:
             return marked, kwargs
         found = dict(zip(map(id, inputs), marked, strict=True))
         given: Any = (args, kwargs) if kwargs else args
-        given = tree.replace_tensors(lambda tensor: found.get(id(tensor), tensor), given, self._lend(module))
+        given = tree.replace_tensors(lambda tensor: found.get(id(tensor), tensor), given, self._replaced.of(module))
         return given if kwargs else (given, kwargs)
+
+    def _mark_begin_transformed(self, output: Any) -> Any:
+        """Put :class:`BeginOfBackward` on the outputs, on each level of the transforms."""
+        found = list(filter(_may_require_grad, tree.tensors(output)))
+        marked = dict(zip(map(id, found), BeginOfBackward.apply(self, self._use, *found), strict=True))
+        return tree.map_tensors(lambda tensor: marked.get(id(tensor), tensor), output)
 
     def _mark_begin(self, found: Sequence[torch.Tensor]) -> object | None:
         """Put a hook, which is returned, on the outputs that require gradients.
@@ -267,7 +287,7 @@ class Unit:
         """
         hook = None
         for tensor in found:
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # a leaf would keep the hook, and was not computed here
                 hook = hook or partial(self.pre_backward, self._use)
                 tensor.register_hook(hook)
                 base = base_of(tensor)
@@ -275,7 +295,7 @@ class Unit:
                     base.register_hook(hook)
         return hook
 
-    def pre_backward(self, use: Use, grad: torch.Tensor) -> None:
+    def pre_backward(self, use: Use, grad: torch.Tensor | None) -> None:
         """Runs when autograd has a gradient of an output."""
         schedule = self.schedule
         assert schedule is not None
@@ -310,15 +330,7 @@ class Unit:
             return  # another forward call is still in its backward, or an earlier backward is differentiated
         self.finish_backward(schedule, ahead=True)
 
-    def mark_gradient(self, use: Use, grad: torch.Tensor | None) -> None:
-        """Put a hook on the gradient of an input if it was computed to be differentiated (``create_graph=True``).
-
-        A backward through this backward comes here first, and then reads what the backward read.
-        """
-        if grad is not None and grad.requires_grad:
-            grad.register_hook(partial(self._differentiate, use))
-
-    def _differentiate(self, use: Use, grad: torch.Tensor) -> None:
+    def differentiate(self, use: Use, grad: torch.Tensor | None) -> None:
         """Runs when autograd goes through an earlier backward: the parameters are needed until all of it ends."""
         schedule = self.schedule
         assert schedule is not None
@@ -340,7 +352,7 @@ class Unit:
 
     def finish_backward(self, schedule: Schedule, ahead: bool = False) -> None:
         """Runs when the backward of the modules has ended: ``ahead`` of that of the whole tree, or together with it."""
-        self.phase = Phase.IDLE
+        self.phase, self._marked = Phase.IDLE, _NONE
         for group in self.groups:
             if group.options.strategy.reduces and (ahead or not schedule.root.finalizes_by_hand):
                 schedule.reduce(group)
@@ -366,6 +378,7 @@ class Unit:
         self.phase = Phase.IDLE
         self._in_backward, self._is_differentiated, self._is_opaque = {}, False, False
         self.to_run.clear()
+        self._marked = _NONE
         for group in self.groups:
             group.users.clear()
             group.reset()
@@ -375,7 +388,7 @@ class Unit:
         twin: Unit = copy.copy(self)
         memo[id(self)] = twin
         twin.schedule, twin.needed, twin.emptied, twin.extents = None, [], [], []
-        twin.to_run, twin._in_backward = set(), {}
+        twin.to_run, twin._in_backward, twin._marked, twin._replaced = set(), {}, _NONE, Replacements()
         for name in self.tree:
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         return twin
@@ -470,6 +483,10 @@ def schedule_of(model: nn.Module, who: str) -> Schedule:
             f"{who} expects a root that was sharded or wrapped, got {type(model).__name__}: call it after fully_shard"
         )
     return unit.schedule or unit.start()
+
+
+def _may_require_grad(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _is_in_forward(module: nn.Module) -> bool:

@@ -1,0 +1,115 @@
+"""Marks in autograd's graph: where the backward of a unit begins and ends, and where it is differentiated.
+
+Owns the autograd functions. Each is the identity, gives gradients on as they are, and tells its unit in its backward.
+Under a transform of ``torch.func`` a function makes a node on each level that differentiates, so that the unit is told
+on each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from fullshard.torch_private import outside_transforms, set_versions, transforms_are_active, version_of
+
+
+class Marked(Protocol):
+    """The part of a :class:`~fullshard.schedule.unit.Unit` that marks tell."""
+
+    def pre_backward(self, use: Any, grad: torch.Tensor | None) -> None: ...
+    def post_backward(self, use: Any) -> None: ...
+    def differentiate(self, use: Any, grad: torch.Tensor | None) -> None: ...
+
+
+class _Mark(torch.autograd.Function):
+    """Returns aliases that are no views, so that they may be written in place."""
+
+    @staticmethod
+    def forward(unit: Marked, use: object, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(map(torch.Tensor.detach, tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.unit, ctx.use = inputs[:2]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def jvp(ctx: Any, unit: None, use: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if each is None else each.view_as(each) for each in tangents)
+
+    @classmethod
+    def vmap(cls, info: object, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        return cls.apply(*args), dims[2:]
+
+
+class EndOfBackward(_Mark):
+    """Marks a unit's inputs: when their gradients are there, the backward of the unit has ended."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():
+            ctx.unit.post_backward(ctx.use)
+            return (None, None, *grads)
+        with outside_transforms():
+            ctx.unit.post_backward(ctx.use)
+        return (None, None, *(None if grad is None else mark_gradient(ctx.unit, ctx.use, grad) for grad in grads))
+
+
+class BeginOfBackward(_Mark):
+    """Marks a unit's outputs under a transform: when one has a gradient, the backward of the unit begins."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        with outside_transforms():
+            ctx.unit.pre_backward(ctx.use, None)
+        return (None, None, *grads)
+
+
+class Differentiated(_Mark):
+    """Marks gradients of a unit's inputs under a transform: a backward through them reads what the unit's read."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        with outside_transforms():
+            ctx.unit.differentiate(ctx.use, None)
+        return (None, None, *grads)
+
+
+def mark_gradient(unit: Marked, use: object, grad: torch.Tensor) -> torch.Tensor:
+    """Mark the gradient of an input if it was computed to be differentiated (``create_graph=True``).
+
+    A backward through this backward comes here first, and then reads what the backward read.
+    """
+    if transforms_are_active():
+        return Differentiated.apply(unit, use, grad)[0]  # type: ignore[no-any-return]
+    if grad.grad_fn is not None:  # a leaf would keep the hook, and depends on nothing
+        grad.register_hook(partial(unit.differentiate, use))
+    return grad
+
+
+class _Written(torch.autograd.Function):
+    """Gives a tensor the history of an alias through which it was written."""
+
+    @staticmethod
+    def forward(tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.mark_dirty(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(grad), grad
+
+
+def follow_writes(tensors: Sequence[torch.Tensor], aliases: Sequence[torch.Tensor]) -> None:
+    """Give each of ``tensors`` the history of its alias if that was written in place, as if the tensor had been."""
+    for tensor, alias in zip(tensors, aliases, strict=True):
+        if alias.grad_fn is not None and not alias.grad_fn.name().startswith(EndOfBackward.__name__):
+            version = version_of(tensor)
+            _Written.apply(tensor, alias)
+            set_versions((tensor,), (version,))  # no values were written just now
