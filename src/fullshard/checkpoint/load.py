@@ -255,7 +255,7 @@ class Loading:
     def _compare_tied(self, contents: Contents, others: Mapping[str, Any]) -> None:
         """Raises an error if the checkpoint has different values under the names of a tied parameter or buffer, of
         which the model has one."""
-        stored, groups = self.checkpoint.tensors, dict[Any, dict[str, str]]()
+        stored, groups, shared = self.checkpoint.tensors, dict[Any, dict[str, str]](), dict[Any, list[str]]()
         for box, tensor in zip(contents.boxes, contents.tensors, strict=True):
             names = [name for name in box.names if name.startswith("model.") and name in stored]
             if any(stored[name].pieces != stored[names[0]].pieces for name in names[1:]):
@@ -264,9 +264,12 @@ class Loading:
                     self.checkpoint.read([(name, box.shape, box.offsets, part)])
                     groups.setdefault(box, {})[name] = checksum(bytes_of(part))
         for name, value in self.other_values.items():
-            if isinstance(value, torch.Tensor) and (address := others[name].data_ptr()):
-                digest = checksum(bytes_of(value.cpu().contiguous()))
-                groups.setdefault((address, value.shape, value.dtype), {})[f"model.{name}"] = digest
+            if type(value) is torch.Tensor and (address := others[name].data_ptr()):
+                shared.setdefault((address, value.shape, value.dtype), []).append(name)
+        for key, names in shared.items():
+            if len(names) > 1:
+                values = {f"model.{name}": self.other_values[name].cpu().contiguous() for name in names}
+                groups[key] = {name: checksum(bytes_of(value)) for name, value in values.items()}
         if untied := sorted({name for group in groups.values() if len({*group.values()}) > 1 for name in group}):
             text = f"{few(untied)} are tied in the model, and differ in {self.path}"
             if self.selection.strict:

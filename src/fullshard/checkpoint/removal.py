@@ -43,7 +43,7 @@ def remove_older(directory: Location, name: str, keep: Sequence[PreservationPoli
         warn(f"no checkpoint in {directory} was removed: {_text(error)}")
         return
     for path in [*newer, *older] if replicas else reasons:
-        if reasons.get(path) or path.name == name or not mark_at(path):
+        if reasons.get(path) or path.name == name or (replicas and not mark_at(path)):
             continue
         try:
             storage.remove(path)

@@ -88,7 +88,7 @@ def settings_text(groups: Sequence[GroupFacts]) -> str:
         text += f"; encoded: {each.wire}" if each.wire else ""
         text += f"; {each.offloaded.text(each.shard, each.trained)}" if each.offloaded.what else ""
         extended = [param.name for param in each.parameters if param.extends]
-        text += f"; {counted(len(extended), 'parameter')} with a gather of its own" if extended else ""
+        text += f"; {counted(len(extended), 'parameter')} gathered in a different form" if extended else ""
         text += _evenness(each)
         found.setdefault(text, []).append(name_of_run(alike))
     every = len(found) == 1
