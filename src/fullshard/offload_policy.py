@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
-from fullshard.policies import Checked, expect
+from fullshard.policies import Checked, expect, local_path
 
 #: The names that :mod:`fullshard` exports.
 __all__ = ["CPUOffloadPolicy", "DiskOffloadPolicy", "OffloadPolicy"]
@@ -92,7 +91,7 @@ class DiskOffloadPolicy(OffloadPolicy, Checked):
         super().__post_init__()
         name = "DiskOffloadPolicy"
         expect(isinstance(self.directory, (str, os.PathLike)), f"{name}.directory", self.directory, "a path")
-        object.__setattr__(self, "directory", Path(self.directory))
+        object.__setattr__(self, "directory", local_path(self.directory, f"{name}.directory"))
         what = "a number of bytes of at least 1"
         expect(type(self.staging_bytes) is int, f"{name}.staging_bytes", self.staging_bytes, what)
         expect(self.staging_bytes > 0, f"{name}.staging_bytes", self.staging_bytes, what, ValueError)

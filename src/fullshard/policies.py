@@ -10,12 +10,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import os
+import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -416,6 +419,23 @@ def expect(holds: bool, name: str, found: object, expected: str, error: type[Exc
 
 #: Modules whose lines no warning should point to.
 _INSIDE = ("fullshard.", "torch.", "contextlib.")
+
+
+#: What a path of the operating system may not begin with: it would be a new directory below the working directory.
+_NO_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/|~(/|$)")
+
+
+def local_path(path: str | os.PathLike[str], what: str) -> Path:
+    """A path of the operating system. Raises ValueError for a URL, also for one that ``Path`` has changed, and for a
+    "~" that no shell has expanded. ``what`` says in the error what the path is for."""
+    is_url = hasattr(path, "fs") and not isinstance(path, Path)  # a UPath
+    text = str(path) if is_url else os.fspath(path)
+    if is_url or "://" in text:
+        raise ValueError(f"{what} is the URL {text}; expected a path on a local disk")
+    if _NO_PATH.match(text):
+        hint = f"os.path.expanduser({text!r})" if text[0] == "~" else "a URL as a string, because Path() changes it"
+        raise ValueError(f"{what} is {text!r}, which would be below the working directory: give {hint}")
+    return Path(path)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

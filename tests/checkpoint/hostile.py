@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import io
 import json
 import math
@@ -25,6 +26,7 @@ import traceback
 import warnings
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +37,13 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from fullshard import checkpoint, cli
 from fullshard.checkpoint.blocks import checksum
+from tests.checkpoint.stores import FaultyStore
 
-STEP = "step-00000001"
+STEP, STORE = "step-00000001", f"{FaultyStore.protocol}://"
 #: Seconds for all uses of one, and bytes that they may take beside 64 times what the files have.
 _LIMIT, _ROOM = 30, 48 << 20
-#: Bytes that a process may ask for without use: each thread asks for 64 MiB.
-_ARENAS = 512 << 20
+#: Bytes that a process may ask for without use: each thread asks for a stack of 8 MiB.
+_STACKS = 256 << 20
 _ESCAPE = "\x1b]0;evil\x07"
 
 
@@ -66,7 +69,7 @@ def told_of(folder: Path) -> Any:
 
 def tell(folder: Path, told: Any) -> None:
     """A manifest that says something else, with the checksum that fits."""
-    text = json.dumps(told).encode()
+    text = told if isinstance(told, bytes) else json.dumps(told).encode()
     data = b'{"checksum": "%s", "manifest": %s}\n' % (checksum(text).encode(), text)
     (folder / "ours" / STEP / "manifest.json").write_bytes(data)
 
@@ -76,6 +79,33 @@ def change_manifest(change: Callable[[Any], Any]) -> Callable[[Path], str]:
         told = told_of(folder)
         change(told)
         tell(folder, told)
+        return "ours"
+
+    return make
+
+
+def deep_manifest(key: bytes) -> Callable[[Path], str]:
+    """A manifest that begins as a good one, and goes on with lists in lists."""
+
+    def make(folder: Path) -> str:
+        before, _, _ = json.dumps(told_of(folder)).encode().partition(key)
+        tell(folder, before + key + b"[" * 100_000)
+        return "ours"
+
+    return make
+
+
+def note(name: str, text: str) -> Callable[[Path], str]:
+    """A small file beside the checkpoints, which are in a store."""
+    return lambda folder: ((folder / "ours" / name).write_text(text), f"{STORE}ours")[1]
+
+
+def of_others(name: str) -> Callable[[Path], str]:
+    """A directory of another program, which it may be writing now, beside a checkpoint in a store or on a disk."""
+
+    def make(folder: Path) -> str:
+        (folder / "ours" / name).mkdir()
+        (folder / "ours" / name / "foreign").touch()
         return "ours"
 
     return make
@@ -162,7 +192,7 @@ def file_of_torch(data: bytes) -> Callable[[Path], str]:
 def in_place_of(name: str, make_it: Callable[[Path], Any]) -> Callable[[Path], str]:
     def make(folder: Path) -> str:
         path = folder / name
-        path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
         make_it(path)
         return path.relative_to(folder).parts[0]
 
@@ -322,6 +352,21 @@ CASES: dict[str, Callable[[Path], str]] = {
     "a shape that is too long": change_manifest(lambda told: weight(told).__setitem__(1, [1] * 1000)),
     "a shape that overflows": change_manifest(lambda told: weight(told).__setitem__(1, [1 << 62, 1 << 62, 0])),
     "a quantized dtype": change_manifest(lambda told: weight(told).__setitem__(0, "torch.qint8")),
+    "manifest of deep JSON": deep_manifest(b'{"format": '),
+    "manifest with deep versions": deep_manifest(b'"versions": '),
+    "manifest with lists in place of sizes": change_manifest(lambda told: told.update(kind=nested(0, 900))),
+    "manifest with deep metrics": change_manifest(lambda told: told.update(metrics={"loss": nested(0, 900)})),
+    "note of deep JSON": note("newest.json", "[" * 100_000),
+    "note of deep dicts": note("newest.json", '{"newest":' * 1000 + "1" + "}" * 1000),
+    "note of a long number": note("newest.json", f'{{"newest": "step-{"9" * 5000}"}}'),
+    "index of deep JSON": lambda folder: (
+        (folder / "model.safetensors.index.json").write_text("[" * 100_000), "model.safetensors.index.json")[1],
+    "step of another program": of_others("step-00000007"),
+    "hidden step of another program": of_others(".step-00000007.partial"),
+    "step is a file": in_place_of(f"ours/{STEP}", Path.touch),
+    "step leads nowhere": in_place_of(f"ours/{STEP}", lambda path: path.symlink_to("nowhere")),
+    "directory is a file": in_place_of("ours", Path.touch),
+    "directory leads nowhere": in_place_of("ours", lambda path: path.symlink_to("nowhere")),
     "a step of many digits": change_manifest(lambda told: told.update(step=10**4000)),
     "a time of no year": lambda folder: (os.utime(folder / "ours" / STEP / "manifest.json", (0, 1 << 54)), "ours")[1],
 }  # fmt: skip
@@ -331,7 +376,8 @@ CASES: dict[str, Callable[[Path], str]] = {
 HARMLESS = {
     "lists too deep to print", "number with many digits", "keys that are tuples", "names that write to the terminal",
     "texts that write to the terminal", "name that is no text", "a step of many digits", "a time of no year",
-    "values in one another", "lists in one another",
+    "values in one another", "lists in one another", "note of deep JSON", "note of deep dicts", "note of a long number",
+    "hidden step of another program",
 }  # fmt: skip
 
 
@@ -414,16 +460,21 @@ def random_case(seed: int) -> Callable[[Path], str]:
 
 def uses(folder: Path, hostile: str) -> bool:
     """Everything that somebody may do with it; returns whether what reads all of it refused it."""
-    path, out = folder / hostile, folder / "out"
+    path, out, others = folder / hostile, folder / "out", [*(folder / "ours").rglob("foreign")]
+    if hostile.startswith(STORE):
+        path = f"{STORE}{folder}/{hostile.removeprefix(STORE)}"  # type: ignore[assignment]
     commands = [["list", path], ["show", path], ["show", path, "--json"], ["verify", path], ["verify", path, "--json"],
                 ["export", path, out / "a.safetensors"], ["export", path, out / "a.pt"],
                 ["diff", path, folder / "good"], ["diff", path, path, "--json"]]  # fmt: skip
-    if hostile.endswith(".pt"):
+    if is_file := hostile.endswith((".pt", "index.json")):
+        path = path.parent if hostile.endswith(".json") else path
         commands = [["import", path, out], ["show", out]]
     codes = {command[0]: cli.main(["checkpoint", *map(str, command)]) for command in commands}
-    if not hostile.endswith(".pt"):
-        with contextlib.suppress(checkpoint.CheckpointError):
-            checkpoint.load(path, Net())
+    if not is_file:
+        for use in (checkpoint.load, partial(checkpoint.save, keep_last=1)):
+            with contextlib.suppress(checkpoint.CheckpointError):
+                use(path, Net())  # type: ignore[operator]
+    assert all(each.exists() for each in others), "a save removed files of another program"
     return bool(codes.get("verify", codes.get("import")))
 
 
@@ -439,7 +490,7 @@ def found_in(make: Callable[[Path], str], good: Path, may_be_used: bool = True) 
     shutil.copytree(good, folder, dirs_exist_ok=True)
     shutil.copytree(good / "ours", folder / "good")
     hostile = make(folder)
-    size = sum(file.lstat().st_blocks * 512 for file in (folder / hostile).parent.rglob("*"))
+    size = sum(file.lstat().st_blocks * 512 for file in (folder / hostile.removeprefix(STORE)).parent.rglob("*"))
     report = folder / "report"
     child = os.fork()
     if not child:
@@ -470,6 +521,7 @@ def _use_alone(folder: Path, hostile: str, size: int, report: Path, may_be_used:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (3 << 30),) * 2)
         Path("/proc/self/clear_refs").write_text("5")
+        ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX: else each thread asks for 64 MiB more
         before = memory("VmRSS"), memory("VmSize")
         sys.stdout, sys.stderr = io.TextIOWrapper(io.FileIO(1, "w")), io.TextIOWrapper(io.FileIO(2, "w"))
         try:
@@ -479,7 +531,7 @@ def _use_alone(folder: Path, hostile: str, size: int, report: Path, may_be_used:
             wrong = traceback.format_exc()
         sys.stdout.flush()
         more, asked = memory("VmHWM") - before[0], memory("VmPeak") - before[1]
-        if not wrong and (more > most or asked > most + _ARENAS):
+        if not wrong and (more > most or asked > most + _STACKS):
             wrong = f"it took {more >> 20} MiB and asked for {asked >> 20}, and its files have {size >> 10} KiB"
     except BaseException:
         wrong = wrong or traceback.format_exc()

@@ -618,6 +618,22 @@ def test_prune_removes_what_no_option_keeps(command: Command, tmp_path: Path, sc
 
 
 @pytest.mark.parametrize(
+    "out", ["s3://bucket/x.safetensors", "file:///tmp/x.pt", "s3:/bucket", "~/x.pt", "file", "file/x"]
+)
+def test_no_file_is_written_where_nobody_looks_for_it(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save(tmp_path / "saves", torch.nn.Linear(2, 2), step=1)
+    Path("file").touch()
+    for arguments in (["export", "saves", out], ["import", out, "new"]):
+        code, _, errors = command(*arguments)
+        reason = errors.splitlines()[-1]
+        assert (code, out.partition("/x")[0] in reason) == (1 if arguments[1:] == ["file", "new"] else 2, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "saves"]
+
+
+@pytest.mark.parametrize(
     "option", [("--latest", "0"), ("--every", "x"), ("--best", "loss"), ("--best", "loss:1:mean"), ("--newer", "24")]
 )
 def test_prune_refuses_options_that_it_does_not_understand(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fullshard.checkpoint import CheckpointError
 from tests.checkpoint.cases import assert_same, whole
 from tests.checkpoint.stores import faults
 from tests.checkpoint.test_faults import filled, flip
+from tests.checkpoint.test_pretrained import write
 from tests.checkpoint.test_replicas import assert_all, replicas_of
 from tests.checkpoint.test_save import apis, run, sharded
 from tests.harness import RankPool, World, ranks
@@ -148,6 +150,53 @@ def test_an_older_replica_of_the_step_is_loaded_and_one_of_another_is_not(world:
     reason = r"step 7 cannot be loaded .* it belongs to a different training run"
     with pytest.warns(UserWarning, match="07 is skipped"), pytest.raises(CheckpointError, match=reason):
         checkpoint.load(tmp_path / "other", model, step=7, replicas=replicas)
+
+
+class Pair(nn.Module):
+    """Two layers and two buffers, which may be tied."""
+
+    def __init__(self, tied: bool, at: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, 3)])
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.register_buffer("one", torch.zeros(2))
+        self.register_buffer("two", self.one if tied else torch.zeros(2))
+        nn.init.zeros_(self.first.weight)
+        nn.init.zeros_(self.second.weight)
+        if tied:
+            self.second.weight = self.first.weight
+        for tensor in (self.second.weight.data, self.two):
+            tensor[-1:] += at
+
+
+@ranks(2)
+@apis
+@pytest.mark.parametrize("kind", ["one.safetensors", "checkpoint"])
+def test_a_tie_that_the_checkpoint_does_not_have_is_refused(world: World, tmp_path: Path, api: str, kind: str) -> None:
+    def load(values: Pair, into: Any, **options: Any) -> list[torch.Tensor]:
+        nonlocal number
+        number += 1
+        folder = tmp_path / str(number)
+        if kind == "checkpoint":
+            checkpoint.save(folder, values, step=1)
+            checkpoint.load(folder, into, **options)
+        else:
+            files = {name: each.clone() for name, each in values.state_dict().items()}
+            checkpoint.load_pretrained(into, write(tmp_path / f"{number}-{world.rank}", kind, files), **options)
+        found = get_model_state_dict(into)
+        return [whole(found[name]) for name in ("first.weight", "second.weight")]
+
+    number, tied = 0, sharded(api, lambda: Pair(True))
+    with pytest.raises(CheckpointError, match=r"'model.first.weight', 'model.one', .* are tied .*, and differ in"):
+        load(Pair(False, 1.0), tied)
+    with pytest.warns(UserWarning, match="the model has the values of one") if world.rank else nullcontext():
+        load(Pair(False, 1.0), tied, strict=False)
+    for values, into in (
+        (Pair(False), tied),
+        (Pair(True, 2.0), sharded(api, lambda: Pair(False))),
+        (Pair(True, 2.0), tied),
+    ):
+        assert [torch.equal(each, values.second.weight) for each in load(values, into)] == [True, True]
 
 
 def test_no_step_but_a_number_is_taken(tmp_path: Path) -> None:

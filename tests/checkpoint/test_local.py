@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+from torch import nn
+
+from fullshard import checkpoint
+from fullshard.checkpoint import CheckpointError
 from fullshard.checkpoint.local import LocalStorage
 
 
@@ -22,7 +27,9 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def test_leftovers_are_removed_unless_somebody_writes_to_them(tmp_path: Path) -> None:
-    names = [".step-00000001.ab.partial", ".step-00000002.cd.removed", ".step-00000003.ef.partial", ".other", "step-x"]
+    names = [".step-00000001.ab-1-0a0a0a0a.partial", ".step-00000002.1.0a0a0a0a.removed"]
+    names += [".step-00000003.e-f-2-0a0a0a0a.partial", ".other", "step-x", "step-00000009"]
+    names += [".step-00000001.partial", ".step-1.a-1-0a0a0a0a.partial", ".step-00000002.removed"]  # of other programs
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("")
@@ -35,7 +42,21 @@ def test_leftovers_are_removed_unless_somebody_writes_to_them(tmp_path: Path) ->
 
 def test_what_is_no_directory_does_not_keep_leftovers(tmp_path: Path) -> None:
     for number in range(8):
-        (tmp_path / f".step-0000000{number}.file.partial").write_text("")
-        (tmp_path / f".step-0000000{number}.dir.partial").mkdir()
+        (tmp_path / f".step-0000000{number}.file-1-00000000.partial").write_text("")
+        (tmp_path / f".step-0000000{number}.dir-1-00000000.partial").mkdir()
     LocalStorage(tmp_path).begin(None).discard()
-    assert {path.suffixes[-2] for path in tmp_path.iterdir()} == {".file"}
+    assert {path.suffixes[-2] for path in tmp_path.iterdir()} == {".file-1-00000000"}
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("file", "Not a directory"), ("file/below", "Not a directory"), ("link/below", "link is a link to nothing"),
+     ("loop", "Too many levels of symbolic links")],
+)  # fmt: skip
+def test_what_is_no_directory_is_not_an_empty_one(tmp_path: Path, name: str, problem: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*{problem}"):
+        checkpoint.load(tmp_path / name, nn.Linear(2, 2))
+    assert checkpoint.list_checkpoints(tmp_path / "new" / "run") == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fullshard import checkpoint
-from fullshard.checkpoint import Checkpoint
+from fullshard.checkpoint import Checkpoint, CheckpointError, latest
 from fullshard.checkpoint.blocks import BLOCK
 from tests.checkpoint.test_faults import flip
 
@@ -51,3 +51,10 @@ def test_a_file_that_is_cut_names_the_tensors_that_it_lost(path: Path) -> None:
     os.truncate(path / piece.file, piece.data + BLOCK)
     (sentence,) = Checkpoint(path, whole=False).verify()
     assert sentence.endswith("; parts of ['model.b', 'model.c'] are lost")
+
+
+def test_a_directory_in_which_nothing_is_whole_is_not_an_empty_one(path: Path) -> None:
+    (path / "manifest.json").unlink()
+    (path.parent / "step-00000002").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: .*02/manifest.json .*01/manifest.json"):
+        latest(path.parent)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import warnings
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +266,68 @@ def begun(url: str, data: bytes) -> remote.ObjectPartial:
     return made
 
 
+def test_a_copy_under_way_and_directories_of_other_programs_stay(url: str) -> None:
+    saved(url, 1)
+    root = Path(located(url).path)
+    for name in ("step-00000005", "step-00000009"):
+        (root / name).mkdir()
+        (root / name / "__0_0.distcp").write_text("somebody writes this")
+    checkpoint.save(url, model_of(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a lower step than the one before
+        saved(url, 5, keep_last=1)
+    names = [path.name for path in checkpoint.list_checkpoints(url)]
+    assert names == ["step-00000010", "step-00000005.1"]
+    assert all((root / name / "__0_0.distcp").read_text() for name in ("step-00000005", "step-00000009"))
+    (root / "step-00000005" / "manifest.json").write_bytes((root / "step-00000010" / "manifest.json").read_bytes())
+    assert checkpoint.list_checkpoints(url)[-1].name == "step-00000005"
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"newest":' * 2000, '{"newest": [' + "[" * 900, '{"newest": 5}', ""])
+def test_a_damaged_note_of_the_newest_is_told_and_the_listing_is_used(url: str, text: str) -> None:
+    saved(url, 1)
+    (Path(located(url).path) / "newest.json").write_text(text)
+    with pytest.warns(UserWarning, match=r"run/newest.json is ignored: it is not what was written"):
+        assert loaded(url) == 1
+    with pytest.warns(UserWarning, match="is ignored"):
+        saved(url, 2)
+    assert loaded(url) == 2
+
+
+class _Pages(SimpleHTTPRequestHandler):
+    """A web server that lists no directories."""
+
+    def list_directory(self, path: Any) -> None:
+        self.send_error(404)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_web_server_has_a_whole_checkpoint_or_it_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, model = checkpoint.save(tmp_path, model_of(1), step=1), model_of(-1)
+    assert path is not None
+    shutil.copytree(path, tmp_path / "renamed")
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Pages, directory=str(tmp_path))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert checkpoint.load(f"{url}/{path.name}", model) == {"step": 1}
+        assert all(torch.equal(value, model_of(1).state_dict()[name]) for name, value in model.state_dict().items())
+        for wrong in ("typo", "step-00000002", f"{path.name}/manifest.json"):
+            with pytest.raises(CheckpointError, match=f"{wrong} is not a checkpoint|no checkpoint .*{wrong}"):
+                checkpoint.load(f"{url}/{wrong}", model)
+        for name in (path.name, "renamed"):
+            (tmp_path / name / "__0_0.distcp").write_bytes(b"")
+            with pytest.warns(UserWarning, match="skipped"), pytest.raises(CheckpointError, match="has 0 bytes, but"):
+                checkpoint.load(f"{url}/{name}", model)
+        server.shutdown()
+    capsys.readouterr()
+    assert main(["checkpoint", "show", url]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 def test_a_flipped_bit_is_found(url: str) -> None:
     saved(url, 1, 2)
     file = Path(located(url).path) / "step-00000002" / "__0_0.distcp"
@@ -352,6 +418,16 @@ def test_an_s3_server_keeps_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None
             assert torch.equal(found.tensor("model.0.weight"), model_of(3).state_dict()["0.weight"])
         assert main(["checkpoint", "verify", url]) == 0
         assert main(["checkpoint", "list", url]) == 0
+        assert checkpoint.load(f"{bucket}/new", model_of(1)) is None
+        for wrong, problem in (
+            ("s3://typo/run", "no bucket or container 'typo'"),
+            (f"{url}/newest.json", "is an object"),
+        ):
+            for use in (checkpoint.load, checkpoint.save):
+                with pytest.raises(CheckpointError, match=f"{wrong} .*{problem}"):
+                    use(wrong, model_of(1))  # type: ignore[operator]
+    for command in ("show", "verify", "list"):
+        assert main(["checkpoint", command, url]) == 1
 
 
 def test_a_policy_reads_the_older_checkpoints_at_the_same_time(url: str) -> None:

@@ -62,6 +62,20 @@ def test_replicas_that_are_newer_or_not_whole_are_removed_too(tmp_path: Path) ->
     assert left(tmp_path) == [3, 4]
 
 
+def test_directories_of_other_programs_among_replicas_stay(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    for step, manifest in ((1, "damaged"), (8, "of another program"), (9, "")):
+        (tmp_path / name_of(step)).mkdir(exist_ok=True)
+        head = (tmp_path / name_of(2) / "manifest.json").read_text()[:64] if step == 1 else ""
+        (tmp_path / name_of(step) / "manifest.json").write_text(head + manifest)
+    (tmp_path / ".step-00000007.partial").mkdir()
+    remove_older(tmp_path, name_of(2), [LatestN(1)], replicas=True)
+    assert left(tmp_path) == [2, 8, 9]
+    checkpoint.forget_replicas(tmp_path)
+    assert left(tmp_path) == [8, 9]
+    assert (tmp_path / ".step-00000007.partial").exists()
+
+
 def test_a_link_is_not_removed(tmp_path: Path) -> None:
     first, second = saved(tmp_path, 2)
     first.rename(tmp_path / "elsewhere")

@@ -292,7 +292,7 @@ def test_files_go_half_of_the_hosts_away(world: World, tmp_path: Path) -> None:
 
 
 def save_to_full_memory(world: World, folder: Path, memory: Path) -> tuple[str, Any]:
-    replicas = memory if world.rank else folder / "host"
+    replicas = memory / "job" if world.rank else folder / "host"
     model, small = seeded(lambda: MLP((1000, 1000, 1000))), filled()
     fullshard.fully_shard(model)
     checkpoint.save(folder, model, step=1)
@@ -393,6 +393,34 @@ def load_until_killed(world: World, folder: Path) -> None:
             patch.setattr(Replica, "_serve", die)
         dist.barrier()
         checkpoint.load(folder, model, replicas=replicas)
+
+
+@pytest.mark.parametrize("kind", ["new", "readable", "writable", "of another user", "link of another user"])
+def test_only_this_user_can_read_and_write_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Anybody may make a directory in /dev/shm before this job does."""
+    replicas, model, status = tmp_path / "replicas", nn.Linear(2, 2), Path.lstat
+    if kind != "new":
+        replicas.mkdir()
+        replicas.chmod({"readable": 0o755, "writable": 0o777}.get(kind, 0o700))
+    if kind == "of another user":
+        monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    if kind == "link of another user":
+        other = os.stat_result([*replicas.stat()[:4], os.geteuid() + 1, *replicas.stat()[5:]])
+        monkeypatch.setattr(Path, "lstat", lambda path: other if path == replicas else status(path))
+    checkpoint.save(tmp_path / "run", model, step=1)
+    if kind in ("new", "readable"):
+        checkpoint.save(tmp_path / "run", model, step=2, replicas=replicas)
+        assert replicas.stat().st_mode & 0o777 == 0o700
+        assert checkpoint.load(tmp_path / "run", model, replicas=replicas) == {"step": 2}
+        return
+    problem = "no in-memory replicas can be kept in .*replicas: (it belongs to the user|other users may write to it)"
+    with pytest.raises(CheckpointError, match=problem):
+        checkpoint.save(tmp_path / "run", model, step=2, replicas=replicas)
+    with pytest.raises(CheckpointError, match=problem):
+        checkpoint.forget_replicas(replicas)
+    with pytest.warns(UserWarning, match=f"in-memory replicas are skipped: {problem}"):
+        assert checkpoint.load(tmp_path / "run", model, replicas=replicas) == {"step": 1}
+    assert list(replicas.iterdir()) == []
 
 
 @pytest.mark.slow

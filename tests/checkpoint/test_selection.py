@@ -194,6 +194,23 @@ def test_a_load_says_what_it_left_and_where_the_rest_comes_from(
     assert expected == {text for text in told if "is loaded from 'model" in text}
 
 
+def test_by_default_a_load_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def printed() -> str:
+        checkpoint.load(tmp_path, model)
+        return capsys.readouterr().err
+
+    model, log = nn.Linear(2, 2), logging.getLogger("fullshard")
+    assert printed() == f"fullshard: nothing is loaded: {tmp_path} has no checkpoint\n"
+    path = checkpoint.save(tmp_path, model, step=3)
+    assert printed() == f"fullshard: step 3 is loaded from {path}\n"
+    for level in (logging.INFO, logging.WARNING):  # it is in the log, or the program does not want it
+        log.setLevel(level)
+        try:
+            assert printed() == ""
+        finally:
+            log.setLevel(logging.NOTSET)
+
+
 def test_a_tied_parameter_is_selected_by_any_of_its_names(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -73,8 +73,6 @@ def test_numbers_for_an_estimate_add_one(program: Path, capsys: pytest.CaptureFi
         (["--bandwidth", "1e9"], "an estimate needs --peak-flops and --tokens too"),
         (["--rank", "4"], "--rank 4 is not one of 4 ranks, which are 0 to 3"),
         (["--rank", "-1"], "--rank -1 is not one of 4 ranks"),
-        (["--picture", "no/such/directory.svg"], "no/such/directory.svg cannot be drawn"),
-        (["--picture", "groups.xyz"], "groups.xyz cannot be drawn"),
     ],
 )
 def test_wrong_use_ends_with_2_and_says_what_is_wrong(
@@ -84,6 +82,22 @@ def test_wrong_use_ends_with_2_and_says_what_is_wrong(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"fullshard explain: {says}")
+
+
+@pytest.mark.parametrize(
+    ("picture", "says"),
+    [("no/such/directory.svg", "cannot be drawn"), ("groups.xyz", "cannot be drawn"),
+     ("groups.svg", "is not drawn: it needs matplotlib: pip install 'fullshard[report]'")],
+)  # fmt: skip
+def test_a_picture_that_cannot_be_drawn_does_not_keep_the_explanation(
+    program: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, picture: str, says: str
+) -> None:
+    if picture == "groups.svg":
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert explain(f"{program}:build", "--ranks", "1", "--picture", picture) == 2
+    printed = capsys.readouterr()
+    assert " over 1 rank, seen from rank 0: " in printed.out
+    assert printed.err.startswith(f"fullshard explain: {picture} {says}")
 
 
 @pytest.mark.parametrize("function", ["build", "missing.py:build", "no_such_module:build", "models_to_explain.py:x"])

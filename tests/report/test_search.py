@@ -15,7 +15,7 @@ from benchmarks.models import Work
 from benchmarks.ranks import run_ranks
 from torch import nn
 
-from fullshard import DoesNotFitError, MixedPrecisionPolicy, Plan, cli, fit
+from fullshard import DoesNotFitError, MixedPrecisionPolicy, Plan, cli, fit, tree
 from fullshard.comm.process_group import gather_objects
 from fullshard.report.explain import ADAM
 from fullshard.report.search import Search, _simulated
@@ -54,6 +54,8 @@ def test_with_enough_memory_nothing_is_recomputed_and_every_group_stays_whole() 
     assert not plan.recomputed
     assert not any(group.reshards for group in plan.groups)
     assert "The fastest plan fits." in str(plan)
+    tokens = next(each for each in tree.tensors(WORK.batch(0, 0))).numel()
+    assert f"Assumed: each rank processes {tokens:,} tokens, computes" in " ".join(str(plan).split())
 
 
 @pytest.mark.parametrize("transport", ["shm", "p2p", "collective"], indirect=True)

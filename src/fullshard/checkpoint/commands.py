@@ -38,10 +38,11 @@ from fullshard.checkpoint.manifest import (
     step_of,
     steps_of,
 )
-from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
+from fullshard.checkpoint.reader import Checkpoint, is_there, list_checkpoints
 from fullshard.checkpoint.removal import reasons_to_stay
 from fullshard.checkpoint.storage import located, storage_of
-from fullshard.report.text import bytes_argument, bytes_text, dtype_name, shape_text
+from fullshard.policies import local_path
+from fullshard.report.text import bytes_argument, bytes_text, counted, dtype_name, shape_text
 
 _CODES = "Exit codes: 0: fine; 1: something is broken or differs; 2: wrong use."
 #: The most names that are listed of tensors that only one checkpoint has.
@@ -58,7 +59,8 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         short = about.partition(".\n")[0].rstrip(".")
         command = commands.add_parser(name, help=short, description=about, epilog=_CODES)
         for directory in directories:
-            kind = Path if directory in ("OUT", "SOURCE") else _reads(located)
+            is_local = directory in ("OUT", "SOURCE")
+            kind = _reads(partial(local_path, what=directory) if is_local else located)
             command.add_argument(directory.lower(), metavar=directory, type=kind)
         if step:
             command.add_argument("--step", type=_reads(lambda text: checked_step(int(text))), help=step)
@@ -99,6 +101,11 @@ def _run(function: Callable[[argparse.Namespace], int], options: argparse.Namesp
     except (WrongUse, CheckpointError, OSError) as error:
         _print_error(str(error))
         return 2 if isinstance(error, WrongUse) else 1
+    except Exception as error:  # the libraries of stores have no common class of errors
+        if not any(hasattr(each, "fs") for each in vars(options).values()):
+            raise
+        _print_error(f"{type(error).__name__}: {error}")
+        return 1
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -132,7 +139,8 @@ def _summary(path: Location, is_unfinished: bool) -> dict[str, Any]:
     try:
         manifest = Checkpoint(path).manifest
     except CorruptCheckpointError as error:
-        path.stat()
+        if not is_there(path):
+            raise FileNotFoundError(path) from error
         reason = str(error).replace(f"{path}{os.sep}", "").partition("; ")[0]  # verify names the tensors
         return found | {"whole": False, "status": f"broken: {reason}"}
     if not manifest.versions:
@@ -177,7 +185,10 @@ def _show(options: argparse.Namespace) -> int:
         print_table(("tensor", "dtype", "shape", "size", "placement"), "lllrl", rows)
         distinct = {tuple(entry.pieces): entry for entry in entries.values()}.values()  # tied tensors are stored once
         numel = sum(math.prod(entry.shape) for entry in distinct)
-        print(f"{len(entries)} tensors, {numel:,} elements, {bytes_text(sum(entry.nbytes for entry in distinct))}")
+        print(
+            f"{counted(len(entries), 'tensor')}, {counted(numel, 'element')}, "
+            f"{bytes_text(sum(entry.nbytes for entry in distinct))}"
+        )
     if values:
         print("\nvalues")
         print_table(("name", "value"), "ll", [(name, reprlib.repr(value)) for name, value in values.items()])
@@ -200,7 +211,7 @@ def _verify(options: argparse.Namespace) -> int:
                 with progress(f"verify {path.name}", checked["bytes"]) as report:
                     checked["defects"] += checkpoint.verify(report)
         except CorruptCheckpointError as error:
-            if not path.exists():
+            if not is_there(path):
                 continue  # another job has removed it
             checked["defects"].append(str(error))
         found.append(checked)
@@ -210,7 +221,7 @@ def _verify(options: argparse.Namespace) -> int:
             print_lines(f"{path}: broken", *(f"  {defect}" for defect in checked["defects"]))
         else:
             how = "every checksum is right" if checked["checksums"] else "all can be read; DCP writes no checksums"
-            print_lines(f"{path}: {checked['tensors']} tensors in {bytes_text(checked['bytes'])}: {how}")
+            print_lines(f"{path}: {counted(checked['tensors'], 'tensor')} in {bytes_text(checked['bytes'])}: {how}")
     if not found:
         return _verify(options)  # another job removed them, so there is a newer one
     if options.json:
@@ -253,7 +264,7 @@ def _import(options: argparse.Namespace) -> int:
         if options.json:
             print_json({"path": str(path), "tensors": len(checkpoint.tensors), "bytes": size, "left_out": left_out})
         else:
-            print_lines(f"{path}: {len(checkpoint.tensors)} tensors, {bytes_text(size)}")
+            print_lines(f"{path}: {counted(len(checkpoint.tensors), 'tensor')}, {bytes_text(size)}")
     return 0
 
 
@@ -294,7 +305,7 @@ def _diff(options: argparse.Namespace) -> int:
         print("\nother values")
         rows = [(each["name"], reprlib.repr(each["a"]), reprlib.repr(each["b"])) for each in differences["values"]]
         print_table(("name", "in A", "in B"), "lll", rows)
-    print(f"\n{differences['equal']} tensors are equal")
+    print(f"\n{counted(differences['equal'], 'tensor')} {'is' if differences['equal'] == 1 else 'are'} equal")
     return int(differs)
 
 
@@ -345,11 +356,11 @@ def _reads(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _saves(directory: Location, step: int | None = None, unfinished: Sequence[Location] = ()) -> list[Location]:
     """The checkpoints of a directory, the newest first. DCP's are listed only if there are no others."""
-    if not directory.is_dir():
+    if isinstance(directory, Path) and not directory.is_dir():
         raise WrongUse(f"{directory} is no directory")
     # A listing may miss a directory that is being renamed.
     found = list_checkpoints(directory) or list_checkpoints(directory)
-    if not found:
+    if not found and directory.is_dir():
         found = sorted(filter(is_checkpoint, directory.iterdir()), key=_time, reverse=True)
     found += unfinished
     if not found:
@@ -366,12 +377,12 @@ def _open(directory: Location, step: int | None = None) -> Checkpoint:
         try:
             return Checkpoint(path)
         except CorruptCheckpointError as error:
-            if path.exists():  # otherwise another job has removed it
+            if is_there(path):  # otherwise another job has removed it
                 _print_error(f"{path} is skipped, because it is not whole: {error}")
     try:
         return Checkpoint(last)
     except CorruptCheckpointError:
-        if last.exists():
+        if is_there(last):
             raise
     return _open(directory, step)  # another job removed it, so there is a newer one
 
@@ -391,7 +402,9 @@ def _time(path: Location) -> str:
     """When a checkpoint was finished."""
     last = next((path / name for name in (MANIFEST, METADATA) if (path / name).exists()), path)
     with contextlib.suppress(ValueError, OverflowError):  # of no year that there is
-        return datetime.fromtimestamp(last.stat().st_mtime).isoformat(" ", "seconds")
+        found = os.lstat(last) if isinstance(last, Path) else last.stat()  # of a link to nothing, too
+        if seconds := found.st_mtime:  # web servers may not say it
+            return datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
     return "-"
 
 

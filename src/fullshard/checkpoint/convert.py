@@ -7,6 +7,7 @@ all of them are on the disk.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -124,7 +125,10 @@ def export(
 
     write = _write_safetensors if format == "safetensors" else _write_torch
     is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise WrongUse(f"{folder} is no directory: name a different path") from None
     work = Path(tempfile.mkdtemp(prefix=".", suffix=".partial", dir=folder))
     try:
         for name, shard in zip(names, shards, strict=True):
@@ -142,7 +146,8 @@ def export(
     except BaseException as error:
         shutil.rmtree(work, ignore_errors=True)
         if is_new:
-            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # somebody else put files there
+                folder.rmdir()
         if isinstance(error, OSError):
             raise CheckpointError(f"{out} could not be written: {error.strerror}") from error
         raise

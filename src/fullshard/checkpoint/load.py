@@ -6,7 +6,6 @@ it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -21,24 +20,23 @@ from torch.optim import Optimizer
 
 from fullshard._renamed import renamed_keywords
 from fullshard.checkpoint.background import wait_until_finished
-from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError, without_collections
+from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError, checksum, without_collections
 from fullshard.checkpoint.contents import Contents, Parameters, cut_differently, load_optimizer, named, new_states
 from fullshard.checkpoint.dcp import with_dtensors, without_dtensors
 from fullshard.checkpoint.feedback import Lost, new_feedback
 from fullshard.checkpoint.fetch import Replica, find_replicas
 from fullshard.checkpoint.manifest import Location, checked_state, checked_step, few, number_of, step_of, steps_of
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
-from fullshard.checkpoint.reader import Checkpoint, list_checkpoints, newest_first
-from fullshard.checkpoint.selection import Item, Selection
+from fullshard.checkpoint.reader import Checkpoint, is_there, list_checkpoints, newest_first
+from fullshard.checkpoint.selection import Item, Selection, tell
 from fullshard.checkpoint.storage import located
+from fullshard.disk.file import bytes_of
 from fullshard.optim.local_steps import replica_of
-from fullshard.policies import warn
+from fullshard.policies import local_path, warn
 from fullshard.wrapper.flat import FlatParameter
 
 if TYPE_CHECKING:
     from upath import UPath
-
-_log = logging.getLogger("fullshard")
 
 
 @renamed_keywords("fullshard.checkpoint.load")
@@ -89,10 +87,11 @@ def load(
         between ranks.
 
     Raises:
-        CheckpointError: on all ranks, if no checkpoint is whole, if there is none of ``step``, or if the chosen one
-            does not fit the model. Model and optimizer may then be partly loaded.
+        CheckpointError: on all ranks, if no checkpoint is whole, if there is none of ``step``, if the directory is a
+            file or in a bucket that does not exist, or if the chosen one does not fit the model. Model and optimizer
+            may then be partly loaded.
         TypeError: ``step`` is not an integer.
-        ValueError: ``step`` is less than 0.
+        ValueError: ``step`` is less than 0, or a path is a URL that ``Path`` has changed.
 
     Ranks: all ranks of ``process_group`` alike.
     """
@@ -100,15 +99,15 @@ def load(
     wait_until_finished()
     ranks, root = Ranks(process_group), located(directory)
     broken, selection = list[str](), Selection(only, rename, strict)
-    memory = Path(replicas) if replicas is not None else None
+    memory = local_path(replicas, "replicas") if replicas is not None else None
     for path, opens, served, why in _candidates(root, step, memory, ranks, broken):
         loading = Loading(path, opens, selection, ranks, step)
         with served(), loading.opened:
             try:
                 loading.read(model, optimizer, state)
             except CorruptCheckpointError as error:
-                if ranks.any(path.exists()):  # otherwise another job has removed it, as it has a newer one
-                    broken.append(str(error))
+                broken.append(str(error))
+                if any(ranks.attempt(partial(_found, path))[1]):  # else it was removed for a newer one
                     warn(f"the checkpoint {path} is skipped, because it is not whole: {error}")
                 continue
             loaded = ranks.attempt(partial(loading.apply, optimizer, state))[0]
@@ -126,13 +125,17 @@ def load(
     if number_of(root.name):
         raise CheckpointError(f"there is no checkpoint {root}: give load() its parent directory, {root.parent}")
     if ranks.first:
-        _log.info(f"nothing is loaded: {root} has no checkpoint")
+        tell(f"nothing is loaded: {root} has no checkpoint")
     return None
 
 
 #: A checkpoint that may be loaded: its path, a function that opens it, the context in which ranks read it, and the
 #: reason why it is tried next, for the log.
 _Candidate = tuple[Location, Callable[[], Checkpoint], Callable[[], AbstractContextManager[None]], str]
+
+
+def _found(path: Location) -> tuple[bool]:
+    return (is_there(path),)
 
 
 def _steps(places: Sequence[Location]) -> str:
@@ -246,7 +249,32 @@ class Loading:
         self.other_values = {
             name: each for name, each in self.other_values.items() if any(f"model.{name}" in of for of in both)
         }
+        self._compare_tied(contents, others)
         return (self.selection.matched(),)
+
+    def _compare_tied(self, contents: Contents, others: Mapping[str, Any]) -> None:
+        """Raises an error if the checkpoint has different values under the names of a tied parameter or buffer, of
+        which the model has one."""
+        stored, groups, shared = self.checkpoint.tensors, dict[Any, dict[str, str]](), dict[Any, list[str]]()
+        for box, tensor in zip(contents.boxes, contents.tensors, strict=True):
+            names = [name for name in box.names if name.startswith("model.") and name in stored]
+            if any(stored[name].pieces != stored[names[0]].pieces for name in names[1:]):
+                for name in names:
+                    part = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    self.checkpoint.read([(name, box.shape, box.offsets, part)])
+                    groups.setdefault(box, {})[name] = checksum(bytes_of(part))
+        for name, value in self.other_values.items():
+            if type(value) is torch.Tensor and (address := others[name].data_ptr()):
+                shared.setdefault((address, value.shape, value.dtype), []).append(name)
+        for key, names in shared.items():
+            if len(names) > 1:
+                values = {f"model.{name}": self.other_values[name].cpu().contiguous() for name in names}
+                groups[key] = {name: checksum(bytes_of(value)) for name, value in values.items()}
+        if untied := sorted({name for group in groups.values() if len({*group.values()}) > 1 for name in group}):
+            text = f"{few(untied)} are tied in the model, and differ in {self.path}"
+            if self.selection.strict:
+                raise ValueError(f"{text}: load into a model that does not tie them, or take one by strict=False")
+            warn(f"{text}: the model has the values of one of them")
 
     @property
     def has_optimizer(self) -> bool:

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import itertools
 import os
+import re
 import shutil
 import socket
 import stat
@@ -32,6 +33,10 @@ from fullshard.checkpoint.blocks import (
 )
 from fullshard.checkpoint.manifest import MANIFEST, StoredFile, is_checkpoint, name_of, number_of, steps_of
 
+#: The hidden directories of a save and of a removal. Others that begin so are those of other programs.
+_PARTIAL = re.compile(r"\.step-\d{8,}\..+-\d+-[0-9a-f]{8}\.partial")
+_REMOVED = re.compile(r"\.step-\d{8,}(\.\d+)?\.[0-9a-f]{8}\.removed")
+
 
 class LocalStorage:
     """A directory of checkpoints on a disk, or in memory."""
@@ -43,16 +48,29 @@ class LocalStorage:
 
     def list(self) -> list[Path]:
         directory = self.directory
-        if not directory.is_dir():
+        try:
+            # What is no directory, such as a link to nothing, is listed too: it is a checkpoint that cannot be read.
+            found = [(number, name) for name in os.listdir(directory) if (number := number_of(name))]
+            if number_of(directory.name) or (not found and is_checkpoint(directory)):
+                return [directory]
+        except FileNotFoundError:
+            nearest = next(each for each in (directory, *directory.absolute().parents) if os.path.lexists(each))
+            if not nearest.exists():
+                raise CheckpointError(f"{directory} cannot be read: {nearest} is a link to nothing") from None
             return []
-        with os.scandir(directory) as entries:  # an entry knows its type even if it was removed
-            found = [(number, entry.name) for entry in entries if (number := number_of(entry.name)) and entry.is_dir()]
-        if number_of(directory.name) or (not found and is_checkpoint(directory)):
-            return [directory]
+        except OSError as error:
+            raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
         return [directory / name for _, name in sorted(found, reverse=True)]
 
     def unfinished(self) -> builtins.list[Path]:
-        return sorted(self.directory.glob(".step-*.partial"))
+        return self._hidden(_PARTIAL)
+
+    def leftovers(self) -> builtins.list[Path]:
+        """What saves and removals write now, or have left."""
+        return self._hidden(_PARTIAL) + self._hidden(_REMOVED)
+
+    def _hidden(self, name: re.Pattern[str]) -> builtins.list[Path]:
+        return sorted(path for path in self.directory.glob(".step-*") if name.fullmatch(path.name))
 
     def begin(self, step: int | None) -> LocalPartial:
         try:
@@ -86,7 +104,7 @@ class LocalStorage:
 
     def _remove_leftovers(self) -> None:
         """Removes directories of processes that ended in the middle of a save."""
-        for path in [*self.unfinished(), *self.directory.glob(".step-*.removed")]:
+        for path in self.leftovers():
             try:
                 opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except OSError:

@@ -33,7 +33,7 @@ MANIFEST = "manifest.json"
 FORMAT = 2
 #: The most dims of a tensor in torch, and the most dims along which a tensor may be cut.
 _DIMS, _CUTS = 64, 8
-_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # step-10 has too few digits: another program's directory
+_NAME = re.compile(r"step-(\d{8,4000})(?:\.(\d{1,4000}))?")  # step-10 has too few digits: another program's directory
 _MARK = re.compile(rb'\{"checksum": "([0-9a-f]{16})"')
 _MANIFEST = re.compile(rb'\{"checksum": "([0-9a-f]{16})", "manifest": (.*)\}\n', re.DOTALL)
 
@@ -279,6 +279,15 @@ def mark_of(head: bytes) -> str:
     return found[1].decode() if found else ""
 
 
+def entry_of(note: str | bytes, key: str) -> str:
+    """What a small file of JSON has under a key; empty if that is no string, or the file is not what was written."""
+    try:
+        found = json.loads(note)[key]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return ""
+    return found if isinstance(found, str) else ""
+
+
 def dtype_of(name: str) -> torch.dtype:
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or name.rpartition(".")[2].startswith(("q", "quint")):
@@ -398,8 +407,10 @@ def _are_counts(numbers: Collection[Any]) -> bool:
 
 
 def _inside(name: str, directory: Path) -> bool:
-    """Whether a path is below the directory, after following links."""
+    """Whether a path is below the directory, after following links, which stores and web servers do not have."""
     try:
+        if not isinstance(directory, Path):
+            return bool(name) and not name.startswith("/") and not {"", ".", ".."} & {*name.split("/")}
         return bool(name) and (directory / name).resolve().is_relative_to(directory.resolve())
     except (OSError, ValueError, RuntimeError):
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,6 +23,7 @@ from fullshard.checkpoint.manifest import (
     MANIFEST,
     METADATA,
     Kind,
+    Location,
     Manifest,
     Piece,
     Tensors,
@@ -51,6 +53,11 @@ def list_checkpoints(directory: str | Path) -> list[Path]:
     return storage_of(located(directory)).list()
 
 
+def is_there(path: Location) -> bool:
+    """Whether a checkpoint that could not be read was not removed by another job meanwhile."""
+    return os.path.lexists(path) if isinstance(path, Path) else bool(storage_of(path).list())
+
+
 def newest_first(directory: str | Path, step: int | None = None) -> Iterator[Path]:
     """Like :func:`list_checkpoints`, but lists the directory again before each one: while the caller tried one, a save
     may have removed others and made a newer one. With ``step``, only those that may be of it."""
@@ -66,21 +73,27 @@ def newest_first(directory: str | Path, step: int | None = None) -> Iterator[Pat
 
 
 def latest(directory: str | Path) -> Checkpoint | None:
-    """The newest checkpoint with a manifest and all files, or ``None``. Their contents are checked when they are read.
+    """The newest checkpoint with a manifest and all files. Their contents are checked when they are read.
 
     Args:
         directory: the directory that was given to :func:`save`.
 
     Returns:
-        the checkpoint. Close it after use, because until then no save removes it.
+        the checkpoint, or ``None`` if there is none. Close it after use, because until then no save removes it.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is whole; or the directory cannot be read.
 
     Ranks: each for itself.
     """
+    broken = list[str]()
     for path in newest_first(directory):
         try:
             return Checkpoint(path)
-        except CorruptCheckpointError:
-            continue
+        except CorruptCheckpointError as error:
+            broken.append(str(error))
+    if broken:
+        raise CheckpointError(f"no checkpoint in {directory} is whole: {'; '.join(broken)}")
     return None
 
 

@@ -9,8 +9,9 @@ and the manifest publishes them. It is written last::
     step-00000010/manifest.json        from now on it is a checkpoint
     newest.json                        its name, because listings may be late
 
-The process may end after any of them. What has no manifest and no lease is a leftover, and the next save removes it. A
-removal deletes the manifest first. A reader holds a lease, too (``.reading-*``), so that nobody removes what it reads.
+The process may end after any of them. What has no manifest, and the lease of a process that has ended, is a leftover,
+and the next save removes it. What has neither belongs to others, such as a copy under way. A removal deletes the
+manifest first. A reader holds a lease, too (``.reading-*``), so that nobody removes what it reads.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from contextlib import suppress
 from functools import cache, cached_property
 
 from fullshard.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, CheckpointError, CorruptCheckpointError
-from fullshard.checkpoint.manifest import MANIFEST, METADATA, Location, StoredFile, name_of, number_of
+from fullshard.checkpoint.manifest import MANIFEST, METADATA, Location, StoredFile, entry_of, name_of, number_of
 from fullshard.checkpoint.store import NOW, Lease, Store
+from fullshard.policies import warn
 
 #: The most bytes of an object, or of a range that is read at once. How many of them travel at a time.
 _OBJECT, _AT_A_TIME = 32 << 20, 8
@@ -52,11 +54,16 @@ class ObjectStorage:
             return self._those([self.directory])
         noted = _threads().submit(self._store.get, _NEWEST)
         names = {name for name in self._store.list() if number_of(name)}
-        with suppress(ValueError, TypeError, KeyError):
-            newest = json.loads(noted.result() or b"")["newest"]
-            names |= {newest} if number_of(newest) else set()
+        note = noted.result()
+        newest = entry_of(note or b"", "newest")
+        if note is not None and not number_of(newest):
+            warn(f"{self.directory / _NEWEST} is ignored: it is not what was written")
+        names |= {newest} if number_of(newest) else set()
         ordered = sorted(names, key=lambda name: number_of(name) or (), reverse=True)
-        return self._those([self.directory / name for name in ordered] or [self.directory])
+        found = self._those([self.directory / name for name in ordered] or [self.directory])
+        if not names and not found:
+            self._store.refuse_missing()
+        return found
 
     def unfinished(self) -> builtins.list[Location]:
         names = sorted(filter(number_of, self._store.list()))
@@ -69,7 +76,8 @@ class ObjectStorage:
 
     def begin(self, step: int | None) -> ObjectPartial:
         self._remove_leftovers()
-        numbers = [number for path in self.list() if (number := number_of(path.name))]
+        names = {*self._store.list(), *(path.name for path in self.list())}  # also those of other programs
+        numbers = [number for name in names if (number := number_of(name))]
         step = max(numbers, default=(-1, 0))[0] + 1 if step is None else step
         first = max((again for at, again in numbers if at == step), default=-1) + 1
         for again in itertools.count(first):
@@ -112,8 +120,8 @@ class ObjectStorage:
         for name, store, found in zip(names, stores, _threads().map(Store.list, stores), strict=True):
             leases = [each for each in found if each.startswith((_READING, NOW))]
             store.delete([each for each in leases if Lease.is_over(store, each)])
-            if MANIFEST in found and not any(each.startswith(_WRITING) for each in found):
-                continue
+            if not any(each.startswith(_WRITING) for each in found):
+                continue  # published, or not ours, such as a copy under way
             if lease := Lease.taken(store, _WRITING, succeed=True):
                 # In this order: a save publishes first, and then releases its lease.
                 is_published = ObjectFiles(self.directory / name).is_published()

@@ -10,6 +10,7 @@ from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError
 from fullshard.checkpoint.keep import CheckpointInfo, PreservationPolicy
 from fullshard.checkpoint.manifest import Location, number_of
 from fullshard.checkpoint.reader import Checkpoint
+from fullshard.checkpoint.replicas import mark_at
 from fullshard.checkpoint.storage import storage_of
 from fullshard.policies import warn
 
@@ -24,7 +25,7 @@ def remove_older(directory: Location, name: str, keep: Sequence[PreservationPoli
     It warns once per directory if a checkpoint of a higher step remains, because a resumed run would load that.
 
     Replicas take memory. So with ``replicas``, it also removes replicas with higher numbers, which training has gone
-    back from, and those whose manifest cannot be read.
+    back from, and those whose manifest cannot be read, unless it is not ours.
 
     What fails here is a warning, because the new checkpoint is already whole.
     """
@@ -42,7 +43,7 @@ def remove_older(directory: Location, name: str, keep: Sequence[PreservationPoli
         warn(f"no checkpoint in {directory} was removed: {_text(error)}")
         return
     for path in [*newer, *older] if replicas else reasons:
-        if reasons.get(path) or path.name == name:
+        if reasons.get(path) or path.name == name or (replicas and not mark_at(path)):
             continue
         try:
             storage.remove(path)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import socket
 import uuid
@@ -31,12 +32,14 @@ from torch.distributed import ProcessGroup
 from fullshard._renamed import renamed_keywords
 from fullshard.checkpoint.background import wait_until_finished
 from fullshard.checkpoint.blocks import BLOCK, BlockWriter, CheckpointError, CorruptCheckpointError, checksum
-from fullshard.checkpoint.manifest import MANIFEST, Location, StoredFile, mark_of
+from fullshard.checkpoint.local import LocalStorage
+from fullshard.checkpoint.manifest import MANIFEST, Location, StoredFile, entry_of, mark_of
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.reader import list_checkpoints
 from fullshard.checkpoint.storage import files_of, storage_of
 from fullshard.comm.waits import waiting
 from fullshard.disk.file import bytes_of
+from fullshard.policies import local_path
 
 #: The file of a directory of checkpoints that names its training.
 _TRAINING = "near.json"
@@ -164,12 +167,21 @@ class _Copy:
 
 
 def _location_of(root: Path) -> tuple[Any, ...]:
-    """A value that is equal on ranks that see the same directory, and differs on all others."""
+    """A value that is equal on ranks that see the same directory, and differs on all others. Nobody else may read or
+    write the directory, because anybody may make one in ``/dev/shm``."""
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        found = root.stat()
+        root.mkdir(0o700, parents=True, exist_ok=True)
+        found, problem = root.stat(), ""
+        if not {root.lstat().st_uid, found.st_uid} <= {os.geteuid()}:
+            problem = f"it belongs to the user {found.st_uid}, and this process is of {os.geteuid()}"
+        elif found.st_mode & 0o022:
+            problem = "other users may write to it"
+        elif found.st_mode & 0o077:
+            root.chmod(0o700)
     except OSError as error:
         raise CheckpointError(f"no in-memory replicas can be kept in {root}: {error.strerror}") from error
+    if problem:
+        raise CheckpointError(f"no in-memory replicas can be kept in {root}: {problem}; name a new directory")
     return _BOOT.read_text() if _BOOT.exists() else socket.gethostname(), found.st_dev, found.st_ino
 
 
@@ -186,10 +198,7 @@ def binding(directory: Location) -> dict[str, str]:
 
 def training_of(directory: Location) -> str:
     """The identifier of the training in a directory; empty if it has none."""
-    try:
-        return str(json.loads(storage_of(directory).note(_TRAINING))["training"])
-    except (ValueError, KeyError, TypeError):
-        return ""
+    return entry_of(storage_of(directory).note(_TRAINING), "training")
 
 
 def mark_at(path: Location) -> str:
@@ -215,10 +224,10 @@ def forget_replicas(replicas: str | Path, process_group: ProcessGroup | None = N
     Ranks: all ranks of ``process_group`` alike.
     """
     wait_until_finished()
-    root, ranks = Path(replicas), Ranks(process_group)
+    root, ranks = local_path(replicas, "replicas"), Ranks(process_group)
     if Hosts(root, ranks).leader == ranks.rank:  # all ranks are here, so no rank reads or writes any more
-        for path in [*list_checkpoints(root), *root.glob(".step-*.partial"), *root.glob(".step-*.removed")]:
-            if path != root:
-                shutil.rmtree(path, ignore_errors=True)
+        saved = [path for path in list_checkpoints(root) if path != root and mark_at(path)]  # no other program's
+        for path in [*saved, *LocalStorage(root).leftovers()]:
+            shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):  # the directory has other files too
             root.rmdir()

@@ -59,7 +59,7 @@ from fullshard.checkpoint.removal import remove_older
 from fullshard.checkpoint.replicas import Hosts, Sent
 from fullshard.checkpoint.storage import Partial, Storage, located, storage_of
 from fullshard.optim.local_steps import refuse_mixture, replica_of
-from fullshard.policies import warn
+from fullshard.policies import local_path, warn
 from fullshard.report.metrics import Metrics
 from fullshard.report.text import bytes_of, bytes_text, quantity_text, seconds_text
 from fullshard.schedule.unit import groups_in
@@ -144,7 +144,7 @@ def save(
     if replicas is not None and step is None:
         raise ValueError("replicas need a step, which is compared with the steps of the checkpoints in the directory")
     root: Location = located(directory).absolute()
-    memory = Path(replicas).absolute() if replicas is not None else None
+    memory = local_path(replicas, "replicas").absolute() if replicas is not None else None
     for path in (root, *([memory] if memory else [])):
         if number := number_of(path.name):
             raise ValueError(

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 
+from fullshard.checkpoint.blocks import printable
 from fullshard.checkpoint.manifest import few
 from fullshard.checkpoint.reader import Checkpoint
 
@@ -86,7 +88,7 @@ class Selection:
         """Logs what was loaded and how many of the model's tensors were not; at level DEBUG, where each comes from."""
         total = len(set(self._known.values()))
         kept = total - len(self.sources)
-        _log.info(what + (f"; {kept} of the model's {total} tensors keep their values" if kept else ""))
+        tell(what + (f"; {kept} of the model's {total} tensors keep their values" if kept else ""))
         for name, stored in self.sources.items():
             _log.debug(f"'{name}' is loaded from '{stored}'")
 
@@ -112,6 +114,14 @@ class Selection:
     def _keys(self, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
         is_state = path[:2] == ("optimizer", "state") and len(path) > 2
         return (*path[:2], self.in_model(str(path[2])), *path[3:]) if is_state else path
+
+
+def tell(line: str) -> None:
+    """Logs what a load took. If the log would not show it, it is printed, unless the program has set a level for our
+    logger."""
+    _log.info(line)
+    if _log.level == logging.NOTSET and not (_log.isEnabledFor(logging.INFO) and _log.hasHandlers()):
+        print(f"fullshard: {printable(line)}", file=sys.stderr, flush=True)
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from fullshard.checkpoint.blocks import BlockReader, BlockWriter
 from fullshard.checkpoint.manifest import Location, StoredFile
+from fullshard.policies import local_path
 
 
 def located(directory: str | os.PathLike[str] | Any) -> Location:
@@ -23,14 +24,18 @@ def located(directory: str | os.PathLike[str] | Any) -> Location:
 
     Raises:
         ImportError: it is a URL, and universal_pathlib is not installed.
+        ValueError: it is neither a path nor a URL that can be read.
     """
-    if isinstance(directory, Path) or hasattr(directory, "fs"):
+    if not isinstance(directory, Path) and hasattr(directory, "fs"):
         return directory
     text = os.fspath(directory)
-    if text.startswith("file://"):
-        return Path(text.removeprefix("file://"))
     if "://" not in text:
-        return Path(text)
+        return local_path(directory, "the directory")
+    if text.startswith(("file://", "local://")):
+        path = text.partition("://")[2].removeprefix("localhost")
+        if not path.startswith("/") or "%" in path:
+            raise ValueError(f"{text} names a host, a relative path or encoded letters: give a path such as /data/run")
+        return Path(path)
     try:
         from upath import UPath
     except ImportError as error:

@@ -30,6 +30,8 @@ PAUSES = (0.1, 0.3, 1.0, 3.0, 10.0)
 _RENEWAL, _EXPIRY = 30.0, 300.0
 #: How the names of objects begin that are made to read the store's clock.
 NOW = ".now-"
+#: The protocols of stores in which the first part of a path is a bucket, or a container, that is made apart.
+_WITH_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "r2"}
 #: Errors that another attempt would not change.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
@@ -99,6 +101,29 @@ class Store:
             return {}
         below = f"{self._root}/"
         return {path.rstrip("/").removeprefix(below): each for path, each in found.items() if path.startswith(below)}
+
+    def refuse_missing(self) -> None:
+        """Raises CheckpointError if nothing can be saved here, because there is no bucket of this name, because it is
+        an object, or because it is on a web server."""
+        protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else {*self._fs.protocol}
+        bucket = self._root.partition("/")[0]
+        if protocols & {"http", "https"}:
+            raise CheckpointError(f"{self._url} is not a checkpoint, and nothing can be saved on a web server")
+        if self.exists(""):
+            raise CheckpointError(f"{self._url} is an object, not a directory")
+        if protocols & _WITH_BUCKETS and self._lacks(bucket):
+            raise CheckpointError(f"{self._url} cannot be used: there is no bucket or container '{bucket}'")
+
+    def _lacks(self, bucket: str) -> bool:
+        """Whether there is certainly no bucket of this name."""
+        lacks = False
+        for request in (self._fs.info, self._fs.ls):  # the cheaper one may not find an empty bucket
+            try:
+                request(bucket)
+                return False
+            except Exception as error:  # where it may not be read, it is there
+                lacks = isinstance(error, FileNotFoundError)
+        return lacks
 
     def delete(self, names: Iterable[str]) -> None:
         """Deletes objects, in this order. Those that do not exist are skipped."""
@@ -238,7 +263,7 @@ class Lease:
         data = store.get(name)
         if data is None:
             return True
-        with contextlib.suppress(ValueError, TypeError, KeyError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             holder = json.loads(data)
             if holder["host"] == host_id():
                 if holder["process"] == os.getpid():

@@ -194,17 +194,18 @@ def _print(options: argparse.Namespace) -> int:
         estimate = found.estimate(**timing) if is_timed else None
     except ValueError as error:
         raise _Refused(str(error)) from error
+    if options.json:
+        print(json.dumps(found.as_dict() | ({"estimate": asdict(estimate)} if estimate else {}), indent=1))
+    else:
+        print(f"{found}\n\n{estimate_text(estimate)}" if estimate else found)
     if options.picture:
         try:
             found.picture(options.picture)
-        except (ImportError, OSError, ValueError) as error:
+        except ImportError as error:
+            needs = "it needs matplotlib: pip install 'fullshard[report]'"
+            raise _Refused(f"{options.picture} is not drawn: {needs} ({error})") from error
+        except (OSError, ValueError) as error:
             raise _Refused(f"{options.picture} cannot be drawn: {error}") from error
-    if options.json:
-        print(json.dumps(found.as_dict() | ({"estimate": asdict(estimate)} if estimate else {}), indent=1))
-        return 0
-    print(found)
-    if estimate:
-        print(f"\n{estimate_text(estimate)}")
     return 0
 
 

@@ -28,7 +28,7 @@ from fullshard.report.estimate import Algorithm, Estimate, Hardware, estimate_st
 from fullshard.report.facts import GroupFacts, ModelFacts, facts_of
 from fullshard.report.fit import Fit, fit_into, memory_of
 from fullshard.report.replay import ExchangeTotal, Phase, Replay
-from fullshard.report.text import bytes_of, wrapped
+from fullshard.report.text import bytes_of, counted, wrapped
 from fullshard.schedule.unit import unit_of, units_in
 from fullshard.torch_private import simulated_world
 
@@ -198,12 +198,13 @@ class Explanation:
         """
         from fullshard.report.pictures import draw_groups
 
-        draw_groups(f"{self.facts.name} over {self.ranks:,} ranks", self.groups, path)
+        draw_groups(f"{self.facts.name} over {counted(self.ranks, 'rank')}", self.groups, path)
 
     def __str__(self) -> str:
         facts, groups = self.facts, self.groups
         found, beside = self.activations, "" if self.activations else " without activations"
-        head = f"{facts.name} over {self.ranks:,} ranks, seen from rank {self.rank}: {tables.totals_text(groups)}"
+        ranks = counted(self.ranks, "rank")
+        head = f"{facts.name} over {ranks}, seen from rank {self.rank}: {tables.totals_text(groups)}"
         parts = [
             wrapped(head),
             tables.groups_text(groups),

@@ -139,12 +139,13 @@ def _seconds_of(group: GroupFacts, optimizer_bytes: float) -> float:
     return moved / TO_CPU + (optimizer_bytes + 12) * updated / ON_CPU_UPDATED
 
 
-def assumed_hardware(kind: str, given: Mapping[str, float]) -> Hardware:
-    """The hardware of a user, and for what is not given, that of a transport or an accelerator. Raises ValueError."""
+def assumed_hardware(kind: str, given: Mapping[str, float], count: int, unit: str) -> Hardware:
+    """The hardware of a user, and for what is not given, that of a transport or an accelerator. Raises ValueError.
+    ``count`` is the number of tokens or samples in the batch."""
     bandwidth, latency = _EXCHANGES[kind]
     assumed = {"bandwidth": bandwidth, "latency": latency, "peak_flops": _COMPUTES.get(kind, _COMPUTES["cpu"])}
     try:
-        return Hardware(count=1, **{**assumed, **given})  # type: ignore[arg-type]
+        return Hardware(count=count, unit=unit, **{**assumed, **given})  # type: ignore[arg-type]
     except TypeError as error:
         raise ValueError(f"hardware has arguments of Explanation.estimate, got {given}: {error}") from error
 

@@ -24,6 +24,7 @@ import torch.nn as nn
 from fullshard.comm.local_ranks import host_id
 from fullshard.comm.process_group import decoded, encoded, gather_objects
 from fullshard.comm.waits import waiting
+from fullshard.policies import local_path
 from fullshard.report import chrome_trace, page
 from fullshard.report.findings import Finding, findings
 from fullshard.report.rank_trace import RankTrace, as_rank
@@ -114,7 +115,7 @@ class Trace:
             self.gather()
         if dist.is_initialized() and dist.get_rank() != 0:
             return
-        folder = Path(directory)
+        folder = local_path(directory, "the directory")
         folder.mkdir(parents=True, exist_ok=True)
         chrome_trace.write(self.ranks, folder / "trace.json")
         try:

@@ -256,7 +256,8 @@ class Search:
                         self._add(_Choice(size, apart, offload))
         first = next(iter(self._facts.values())).groups[0]
         self._transport, self._ranks = first.transport, dist.get_world_size()
-        self._hardware = assumed_hardware(first.transport if first.is_host else "accelerator", hardware)
+        kind = first.transport if first.is_host else "accelerator"
+        self._hardware = assumed_hardware(kind, hardware, found.count, found.unit)
         self.need = cache(self._need)
 
     def plan(self, memory: int) -> Plan:

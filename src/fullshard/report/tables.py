@@ -78,7 +78,7 @@ def settings_text(groups: Sequence[GroupFacts]) -> str:
     for alike in runs(groups):
         each = alike[0]
         stored, compute, reduce = ("/".join(dtypes) or "nothing" for dtypes in (each.stored, each.compute, each.reduce))
-        over = f"{each.ranks:,} ranks" + (f" x {each.replicas:,} replicas" if each.replicas > 1 else "")
+        over = counted(each.ranks, "rank") + (f" x {each.replicas:,} replicas" if each.replicas > 1 else "")
         over += ", which shard it again between steps" if each.shards_replicas else ""
         shared = ", one buffer for the host" if each.shares else ""
         text = (
@@ -88,7 +88,7 @@ def settings_text(groups: Sequence[GroupFacts]) -> str:
         text += f"; encoded: {each.wire}" if each.wire else ""
         text += f"; {each.offloaded.text(each.shard, each.trained)}" if each.offloaded.what else ""
         extended = [param.name for param in each.parameters if param.extends]
-        text += f"; {len(extended)} parameters gather in a form of their own" if extended else ""
+        text += f"; {counted(len(extended), 'parameter')} gathered in a different form" if extended else ""
         text += _evenness(each)
         found.setdefault(text, []).append(name_of_run(alike))
     every = len(found) == 1
