@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -173,26 +172,6 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 def build() -> tuple[nn.Module, torch.Tensor]:
     return WORK.build(), WORK.batch(0, 0)
-
-
-class Awkward(nn.Module):
-    """A model with attributes that cannot be copied, also in containers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.lock = WORK.build(), threading.Lock()
-        self.inner.found = {"numbers": (number for number in range(3))}
-
-    def forward(self, tokens: torch.Tensor) -> Any:
-        with self.lock:
-            return self.inner(tokens)
-
-
-def test_a_model_that_cannot_be_copied_whole_is_planned_for() -> None:
-    model = Awkward()
-    plan = fit(model, WORK.batch(0, 0), memory=ROOMY, ranks=2)
-    assert {name.removeprefix("inner.") for group in plan.groups for name in group.modules} >= {"blocks.0", "blocks.3"}
-    assert next(model.inner.found["numbers"]) == 0, "nothing was taken from it"
 
 
 @pytest.mark.parametrize("count", [0, 1.5, "2", True])

@@ -8,6 +8,7 @@ and FLOPs from :mod:`fullshard.report.activations`, and the advice from :mod:`fu
 from __future__ import annotations
 
 import json
+import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ from fullshard.report.estimate import Algorithm, Estimate, Hardware, estimate_st
 from fullshard.report.facts import GroupFacts, ModelFacts, facts_of
 from fullshard.report.fit import Fit, fit_into, memory_of
 from fullshard.report.replay import ExchangeTotal, Phase, Replay
+from fullshard.report.snapshot import Snapshot
 from fullshard.report.text import bytes_of, wrapped
 from fullshard.schedule.unit import unit_of, units_in
 from fullshard.torch_private import simulated_world
@@ -270,11 +272,12 @@ def explain(
     if loss is not None and batch is None:
         raise ValueError("explain() was given a loss and no batch: give it a batch of one rank too")
     size = None if device_memory is None else bytes_of(device_memory)
+    before: Snapshot | None = None
 
     def explained(sharded: nn.Module) -> Explanation:
         facts, found = facts_of(sharded), None
         if batch is not None:
-            found = trace_step(sharded, batch, loss)
+            found = trace_step(sharded, batch, loss, before)
             facts = facts_of(sharded, found.order)
         memory = memory_of(units_in(sharded)[0].device) if size is None else size
         return Explanation(facts, dist.get_world_size(), dist.get_rank(), optimizer_bytes, found, memory)
@@ -295,9 +298,11 @@ def explain(
             f"this process is one of {dist.get_world_size()} ranks already, and cannot simulate one of {ranks}: "
             f"explain in a different process, for example by `fullshard explain FILE:FUNCTION --ranks {ranks}`"
         )
+    before = Snapshot(model)
     with simulated_world(ranks, rank):
         with torch.device("meta"):
             built = model()
+            before.restore(operator.attrgetter("is_meta"), [*built.modules()])  # tables that its parts have cached
             if not any(unit_of(module) for module in built.modules()):
                 fully_shard_blocks(built)
         return explained(built)

@@ -9,7 +9,6 @@ search goes on with less memory.
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import tempfile
@@ -28,11 +27,13 @@ from fullshard import tree
 from fullshard.comm.process_group import broadcast_object, has_peers
 from fullshard.comm.select import NAMES, simulated_transport
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.report.activations import Loss, trace_step
+from fullshard.report.activations import Activations, Loss, trace_step
 from fullshard.report.explain import ADAM
 from fullshard.report.facts import ModelFacts, facts_of
+from fullshard.report.meta_copy import on_meta
 from fullshard.report.plan import Change, Plan, PlannedGroup, shortened
 from fullshard.report.predicted import TO_DISK, Need, TracedBlocks, assumed_hardware, need_of, staging_bytes
+from fullshard.report.snapshot import Snapshot
 from fullshard.report.text import bytes_of, bytes_text, counted, quantity_text, seconds_text
 from fullshard.schedule.unit import units_in
 from fullshard.torch_private import simulated_world
@@ -175,9 +176,12 @@ def fit(
     if isinstance(mesh, DeviceMesh):
         raise ValueError("a DeviceMesh belongs to a job: where ranks are simulated, give its sizes, such as (2, 4)")
 
+    program = Snapshot()
+
     def search(ranks: int, mesh: Sequence[int] | None, mp_policy: MixedPrecisionPolicy) -> Plan:
         with _simulated(ranks, mesh) as made:
-            return Search(model, sample_inputs, optimizer_bytes, loss, made, mp_policy, hardware or {}, disk).plan(size)
+            given = model, sample_inputs, optimizer_bytes, loss, made, mp_policy, hardware or {}, disk
+            return Search(*given, program).plan(size)
 
     others: dict[str, tuple[int, Sequence[int] | None, MixedPrecisionPolicy]] = {}
     larger = None if mesh is None else (*mesh[:-1], 2 * mesh[-1])
@@ -226,8 +230,10 @@ class Search:
         mp_policy: MixedPrecisionPolicy,
         hardware: dict[str, float],
         offload_directory: str = "",
+        program: Snapshot | None = None,
     ) -> None:
         self._model, self._inputs, self._loss = model, inputs, loss
+        self._program = program or Snapshot()
         self._optimizer_bytes, self._options = optimizer_bytes, {"mesh": mesh, "mp_policy": mp_policy}
         self._disk = offload_directory
         self._moves = f"; a disk moves {quantity_text(TO_DISK, 'B/s')}" if self._disk else ""
@@ -243,9 +249,9 @@ class Search:
         fine = _Choice(1, apart=True)
         repeatable = [name for name in self.blocks if not _counts(model.get_submodule(name))]
         sharded = self._sharded(fine, repeatable)  # collective, as all that follows in the same order on all ranks
-        again = trace_step(sharded, inputs, loss) if repeatable else None
+        again = self._trace(sharded) if repeatable else None
         plain = self._sharded(fine, [])
-        found = trace_step(plain, inputs, loss)
+        found = self._trace(plain)
         self._traced = TracedBlocks(facts_of(plain, found.order), found, again, self.blocks, repeatable)
         self._order = self._traced.order
         self._most = 2 * _PARTS if self._disk or units_in(plain)[0].device.type != "cpu" else 0
@@ -283,6 +289,9 @@ class Search:
     def agreed(self, value: Any) -> Any:
         """What rank 0 has."""
         return broadcast_object(value, None) if has_peers(dist.group.WORLD) else value
+
+    def _trace(self, sharded: nn.Module) -> Activations:
+        return trace_step(sharded, self._inputs, self._loss, self._program)
 
     @property
     def recomputes(self) -> bool:
@@ -336,7 +345,7 @@ class Search:
         """A copy of the model, sharded as planned, for which nothing is made in the directory."""
         here = tempfile.gettempdir() if self._disk else ""
         plan = replace(plan, offload_directory=here, staging_bytes=self._staging)
-        return plan.apply(_on_meta(self._model), **self._options)
+        return plan.apply(on_meta(self._model), **self._options)
 
     def _add(self, choice: _Choice) -> None:
         """Take the facts of the groups of a choice. Collective."""
@@ -351,7 +360,7 @@ class Search:
     def checked(self, plan: Plan) -> Need:
         """What the plan needs, traced and replayed as it is. Collective."""
         sharded = self._applied(plan)
-        found = trace_step(sharded, self._inputs, self._loss)
+        found = self._trace(sharded)
         facts = facts_of(sharded, found.order)
         return need_of(facts, found, self._hardware, self._optimizer_bytes, self._batch)
 
@@ -470,28 +479,6 @@ def _large_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Modu
         and all(users[param] == 1 for param in module.parameters())
         and sum(param.numel() for param in module.parameters()) >= least
     ]
-
-
-def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on meta."""
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        made = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-    try:
-        return copy.deepcopy(model, dict(memo))
-    except Exception:  # a lock, an open file, a generator: what cannot be copied is shared with the model
-        return copy.deepcopy(model, {**memo, **{id(value): value for value in _uncopyable(model, memo)}})
-
-
-def _uncopyable(model: nn.Module, memo: dict[int, Any]) -> Iterator[Any]:
-    """The attributes of a model's modules that cannot be copied."""
-    for name, value in [each for module in model.modules() for each in vars(module).items()]:
-        if name not in ("_parameters", "_buffers", "_modules"):
-            try:
-                copy.deepcopy(value, dict(memo))
-            except Exception:
-                yield value
 
 
 def _counts(block: nn.Module) -> bool:
