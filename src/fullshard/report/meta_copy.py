@@ -1,14 +1,19 @@
-"""A copy of a model on meta: a model to plan for, which takes no memory."""
+"""A model on meta, built there or copied: a model to plan for, which takes no memory."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from fullshard.report.snapshot import Snapshot
+
+T = TypeVar("T")
 
 
 class _ShareTensors(TorchFunctionMode):
@@ -31,6 +36,17 @@ def on_meta(model: nn.Module) -> nn.Module:
             return copy.deepcopy(model, dict(memo))
         except Exception:  # a lock, an open file, a generator: what cannot be copied is shared with the model
             return copy.deepcopy(model, {**memo, **{id(value): value for value in _uncopyable(model, memo)}})
+
+
+def build_on_meta(build: Callable[[], T]) -> T:
+    """What a function builds on the meta device. Tables on meta that its code caches beside it are taken away."""
+    before = Snapshot(build)
+    with torch.device("meta"):
+        built = build()
+    parts = built if isinstance(built, tuple) else (built,)
+    modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
+    before.restore(attrgetter("is_meta"), modules)
+    return built
 
 
 def _uncopyable(model: nn.Module, memo: dict[int, Any]) -> Iterator[Any]:

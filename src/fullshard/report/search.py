@@ -28,7 +28,7 @@ from fullshard.comm.process_group import broadcast_object, has_peers
 from fullshard.comm.select import NAMES, simulated_transport
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.report.activations import Activations, Loss, trace_step
-from fullshard.report.explain import ADAM
+from fullshard.report.explain import state_bytes
 from fullshard.report.facts import ModelFacts, facts_of
 from fullshard.report.meta_copy import on_meta
 from fullshard.report.plan import Change, Plan, PlannedGroup, shortened
@@ -105,7 +105,7 @@ def fit(
     memory: float | str,
     ranks: int | None = None,
     mesh: DeviceMesh | Sequence[int] | None = None,
-    optimizer_bytes: float = ADAM,
+    optimizer_bytes: float | None = None,
     loss: Loss | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     hardware: dict[str, float] | None = None,
@@ -137,7 +137,8 @@ def fit(
         ranks: the number of ranks to simulate. By default the ranks of this job.
         mesh: the mesh, as for :func:`~fullshard.fully_shard`; where ranks are simulated, its sizes: ``(2, 4)`` for two
             replicas that shard over four ranks each.
-        optimizer_bytes: bytes of optimizer state for each element that an optimizer updates. The default is AdamW's.
+        optimizer_bytes: bytes of optimizer state for each element that an optimizer updates. The default is AdamW's,
+            which keeps two moments in the dtype of the parameter: 8 for fp32.
         loss: a function of the model and the inputs that runs the model and returns the loss, if forward does not.
         mp_policy: the mixed precision. Give it to :meth:`Plan.apply` too.
         hardware: the hardware, as :meth:`fullshard.report.explain.Explanation.estimate` takes it: ``peak_flops``,
@@ -162,6 +163,7 @@ def fit(
         raise ValueError(f"this {type(model).__name__} is sharded already: fit() takes a model that is not")
     if not any(param.requires_grad for param in model.parameters()):
         raise ValueError(f"this {type(model).__name__} has no parameters that require gradients: nothing is trained")
+    optimizer_bytes = state_bytes(model, optimizer_bytes)
     if dist.is_initialized():
         if ranks not in (None, dist.get_world_size()):
             raise RuntimeError(
@@ -175,6 +177,12 @@ def fit(
         raise RuntimeError(f"this process is not a rank of a job: give fit() the number of ranks, got ranks={ranks!r}")
     if isinstance(mesh, DeviceMesh):
         raise ValueError("a DeviceMesh belongs to a job: where ranks are simulated, give its sizes, such as (2, 4)")
+    if mesh is not None:
+        are_sizes = all(type(size) is int and size > 0 for size in mesh)
+        if not are_sizes or len(mesh) not in (1, 2) or math.prod(mesh) != ranks:
+            raise ValueError(
+                f"mesh must be one or two sizes whose product is the number of ranks, {ranks}: got {mesh!r}"
+            )
 
     program = Snapshot()
 
