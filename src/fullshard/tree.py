@@ -12,8 +12,8 @@ are returned as they are, the same objects. These containers are searched::
 Everything else is a leaf, including sets and modules. :func:`reachable_tensors` searches further, but replaces nothing.
 
 A function that is called with a list may append to it, and its caller reads the list afterwards. So what a forward
-takes is not rebuilt: :func:`replace_tensors` writes to the caller's containers, and :class:`Replacements` undoes it after
-the call. :func:`replace_reachable` does the same to the plain objects that a forward returns.
+takes is not rebuilt: :func:`replace_tensors` writes to the caller's containers, and :class:`Replacements` undoes it
+after the call. :func:`replace_reachable` does the same to the plain objects that a forward returns.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Replacements:
         return self.calls[-1][1]
 
     def restore(self, callee: object) -> None:
-        """Undo what was replaced for ``callee``, and for calls in it that did not end, where a container still has it."""
+        """Undo what was replaced for ``callee``, and for calls in it that did not end. What was changed since then stays."""
         while any(each is callee for each, _ in self.calls):
             for read, write, node, key, new, old in reversed(self.calls.pop()[1]):
                 with suppress(LookupError, AttributeError):

@@ -166,3 +166,24 @@ def test_a_plan_is_refused_where_it_would_not_be_what_it_says(world: World) -> N
     model = plan.apply(WORK.build())
     with pytest.raises(ValueError, match="is sharded already"):
         plan.apply(model)
+
+
+@ranks(1)
+@pytest.mark.parametrize(
+    ("plan", "options", "error", "message"),
+    [
+        ({"recomputed": ("blocks",)}, {}, ValueError, "names the ModuleList 'blocks', which has no forward"),
+        ({"groups": (PlannedGroup(("blocks",), True), *PLAN.groups[-1:])}, {}, ValueError, "the ModuleList 'blocks'"),
+        ({}, {"mehs": None}, TypeError, "fully_shard has no option 'mehs'"),
+        ({}, {"mesh": 3}, Exception, "."),
+        ({}, {"zero_stage": 2}, ValueError, "zero_stage is not an option"),
+    ],
+)
+def test_a_plan_that_is_refused_changes_nothing(
+    world: World, plan: dict[str, Any], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    model = WORK.build()
+    modules = dict(model.named_modules())
+    with pytest.raises(error, match=message):
+        replace(PLAN, ranks=1, **plan).apply(model, **options)
+    assert dict(model.named_modules()) == modules

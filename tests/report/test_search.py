@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -160,10 +159,22 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         fit(WORK.build().requires_grad_(False), WORK.batch(0, 0), memory=ROOMY, ranks=2)
     with pytest.raises(ValueError, match="hardware has arguments of"):
         planned(ROOMY, hardware={"speed": 1.0})
+    with pytest.raises(ValueError, match="optimizer_bytes must be bytes for each element, 0 or more, got -1"):
+        planned(ROOMY, optimizer_bytes=-1)
+    for mesh in ((2, 3), (8,), (-2, -1), (1, 1, 2)):
+        with pytest.raises(ValueError, match="whose product is the number of ranks, 2; got"):
+            planned(ROOMY, mesh=mesh)
+
+
+def test_the_state_of_adamw_has_the_dtype_of_the_parameters() -> None:
+    model, batch = WORK.build().bfloat16(), WORK.batch(0, 0)
+    half, given = (fit(model, batch, memory=ROOMY, ranks=2, optimizer_bytes=each).needed for each in (None, 8.0))
+    elements = sum(param.numel() for param in model.parameters())
+    assert given - half == pytest.approx(4 * elements / 2, rel=0.1)
 
 
 def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["fit", "tests.report.test_search:build", "--ranks", "2", "--memory"]
+    arguments = ["fit", f"{__file__}:build", "--ranks", "2", "--memory"]
     assert cli.main([*arguments, "1GB"]) == 0
     assert "The fastest plan fits." in capsys.readouterr().out
     assert cli.main([*arguments, "1GB", "--json"]) == 0
@@ -173,28 +184,13 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["fit", "tests.report.test_search:nothing", "--ranks", "2", "--memory", "1GB"]) == 2
 
 
+#: A table of a user's file is on the CPU, although the model is built on meta.
+WEIGHTS = torch.ones(4)
+
+
 def build() -> tuple[nn.Module, torch.Tensor]:
+    assert WEIGHTS.tolist() == [1.0] * 4
     return WORK.build(), WORK.batch(0, 0)
-
-
-class Awkward(nn.Module):
-    """A model with attributes that cannot be copied, also in containers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.lock = WORK.build(), threading.Lock()
-        self.inner.found = {"numbers": (number for number in range(3))}
-
-    def forward(self, tokens: torch.Tensor) -> Any:
-        with self.lock:
-            return self.inner(tokens)
-
-
-def test_a_model_that_cannot_be_copied_whole_is_planned_for() -> None:
-    model = Awkward()
-    plan = fit(model, WORK.batch(0, 0), memory=ROOMY, ranks=2)
-    assert {name.removeprefix("inner.") for group in plan.groups for name in group.modules} >= {"blocks.0", "blocks.3"}
-    assert next(model.inner.found["numbers"]) == 0, "nothing was taken from it"
 
 
 @pytest.mark.parametrize("count", [0, 1.5, "2", True])

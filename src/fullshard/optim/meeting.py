@@ -43,7 +43,7 @@ from fullshard.group.parameter import ShardedParameter, local_tensor
 from fullshard.optim.local_step import NOT_ELEMENTWISE, NUMBERS
 from fullshard.policies import expect
 from fullshard.torch_private import all_gather_single, altered_spec, make_dtensor, sharding_spec
-from fullshard.wire_policy import EXACT, WirePolicy
+from fullshard.wire_policy import WirePolicy
 
 #: Makes an optimizer of a list of parameters.
 OuterOptimizer = Callable[[list[nn.Parameter]], Optimizer]

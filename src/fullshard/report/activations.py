@@ -11,11 +11,13 @@ Nothing is gathered or sent. Afterwards modules and units are as they were befor
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -29,9 +31,10 @@ from fullshard import tree
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
 from fullshard.group.parameter import ShardedParameter
+from fullshard.report.snapshot import Snapshot, holder_of
 from fullshard.report.text import bytes_text, counted, quantity_text
 from fullshard.schedule.unit import Inputs, Unit, units_in
-from fullshard.torch_private import DispatchMode, FakeTensorMode, plain_parts, pytree, storage_id
+from fullshard.torch_private import DispatchMode, FakeTensor, FakeTensorMode, plain_parts, pytree, storage_id
 
 Pass = Literal["forward", "backward"]
 #: A time of a step: the pass, the position of the group whose modules run, and that of the group whose modules ended
@@ -94,8 +97,9 @@ class Activations:
         )
 
 
-def trace_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> Activations:
-    """Runs one forward and backward of a sharded model on fake tensors. Communicates nothing and changes nothing.
+def trace_step(model: nn.Module, batch: Any, loss: Loss | None = None, program: Snapshot | None = None) -> Activations:
+    """Runs one forward and backward of a sharded model on fake tensors. Communicates nothing and changes nothing: what
+    the model's code caches meanwhile is put back.
 
     Args:
         model: the sharded model, which may be on meta.
@@ -103,19 +107,38 @@ def trace_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> Activa
             shapes and dtypes matter, so its tensors may be on meta.
         loss: runs the model on the batch and returns the loss. Without it, backward begins at the scalars that forward
             returns, or else at all its outputs.
+        program: a snapshot of what is not the model's own, for several traces.
 
     Raises:
         ValueError: the batch has no tensor, or nothing that forward returns requires gradients.
-        RuntimeError: forward or backward failed on tensors without values.
+        RuntimeError: forward or backward failed on tensors without values, or one of these is held where it cannot be
+            taken away.
     """
-    units, tensors = units_in(model), tree.tensors(batch)
-    if not tensors:
+    if not tree.tensors(batch):
         raise ValueError(f"batch has no tensor, so the shapes of a step are unknown: got {batch!r}")
-    fakes = _Fakes(units[0].device)
-    step = _Step(units)
+    before = (program or Snapshot()).including(model, loss)
+    fakes = _Fakes(units_in(model)[0].device)
+    try:
+        found: Activations = copy_context().run(_traced, model, batch, loss, fakes)
+    except BaseException:
+        before.restore(fakes.has_made)
+        raise
+    if fakes.left() is not None:
+        before.restore(fakes.has_made)
+    if (left := fakes.left()) is not None:
+        raise RuntimeError(
+            f"the code of this {type(model).__name__} keeps a tensor without values, of shape {tuple(left.shape)}, "
+            f"which would be there when it trains: {holder_of(left)} holds it. Keep it in an attribute, a container "
+            f"or a functools cache, whose contents are put back, or do this in a process of its own"
+        )
+    return found
+
+
+def _traced(model: nn.Module, batch: Any, loss: Loss | None, fakes: _Fakes) -> Activations:
+    step = _Step(units_in(model), fakes)
     given = tree.map_tensors(fakes.like, batch)
-    with _fake_parameters(model, fakes), _fake_units(units, step):
-        step.ignore(fakes.made)
+    with _fake_parameters(model, fakes), _fake_units(units_in(model), step):
+        step.ignore(fake for _, fake in fakes.made.values())
         try:
             with torch.compiler.set_stance("force_eager"), torch.enable_grad(), fakes.mode, step:
                 output = _forward(model, given) if loss is None else loss(model, given)
@@ -130,7 +153,8 @@ def trace_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> Activa
             ) from error
     if not starts:
         raise ValueError(f"nothing that the forward of this {type(model).__name__} returned requires gradients")
-    first = tensors[0]
+    fakes.made.clear()
+    first = tree.tensors(batch)[0]
     is_tokens = not (first.is_floating_point() or first.is_complex())
     return Activations(
         *step.memory(),
@@ -173,14 +197,14 @@ class _Fakes:
     """Makes fake tensors on ``device``: one for each tensor, so that tied tensors stay tied.
 
     Attributes:
-        made: all of them.
+        made: by the id of what they stand for, which is there too, so that its id stays its own.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.made: list[torch.Tensor] = []
+        self.made: dict[int, tuple[object, torch.Tensor]] = {}
         self._device = device
-        self._by_id: dict[int, tuple[object, torch.Tensor]] = {}  # with the original, whose id must stay its own
+        self._alive: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake of a tensor."""
@@ -208,11 +232,29 @@ class _Fakes:
         return fake
 
     def _made(self, original: object, make: Callable[[], Any]) -> Any:
-        if id(original) not in self._by_id:
+        if id(original) not in self.made:
             with self.mode, torch.no_grad():
-                self._by_id[id(original)] = original, make()
-            self.made.append(self._by_id[id(original)][1])
-        return self._by_id[id(original)][1]
+                self.made[id(original)] = original, make()
+            self.note(self.made[id(original)][1])
+        return self.made[id(original)][1]
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that was made in this mode."""
+        self._alive[id(tensor)] = weakref.ref(tensor, partial(self._forget, id(tensor)))
+
+    def _forget(self, key: int, ref: weakref.ref[torch.Tensor]) -> None:
+        if self._alive.get(key) is ref:
+            del self._alive[key]
+
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was made in this mode."""
+        return isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode
+
+    def left(self) -> torch.Tensor | None:
+        """A tensor that is still alive, if there is one."""
+        if self._alive:
+            gc.collect()
+        return next((tensor for ref in self._alive.values() if (tensor := ref()) is not None), None)
 
 
 @contextmanager
@@ -285,8 +327,9 @@ class _Step(DispatchMode):
 
     supports_higher_order_operators = True  # such as flex attention
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], fakes: _Fakes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._fakes = fakes
         self.during: Pass = "forward"
         self.flops: Counter[tuple[Pass, int]] = Counter()
         self.order: list[int] = []
@@ -326,8 +369,10 @@ class _Step(DispatchMode):
             at = self._position.get(self._unit, 0)
             self.flops[self.during, at] += formula(*args, **(kwargs or {}), out_val=result)
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device:
-                self._count(tensor)
+            if isinstance(tensor, torch.Tensor):
+                self._fakes.note(tensor)
+                if tensor.device.type == self._device:
+                    self._count(tensor)
         if self._device == "cpu" and getattr(func, "overloadpacket", func) in _CONVOLUTIONS:
             weight = args[1 + (len(args) > 9)]  # which is copied in the order of the kernel, while that runs
             number = len(self._changes)

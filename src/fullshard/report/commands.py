@@ -18,9 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fullshard.report.explain import ADAM, explain
+from fullshard.report.explain import explain
+from fullshard.report.meta_copy import build_on_meta
 from fullshard.report.search import DoesNotFitError, fit
 from fullshard.report.tables import estimate_text
 from fullshard.report.text import bytes_argument
@@ -69,8 +68,7 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer-bytes",
         type=_from_0,
-        default=ADAM,
-        help="bytes of optimizer state for each element (8, as AdamW has)",
+        help="bytes of optimizer state for each element (AdamW's: two of the parameters' dtype)",
     )
     parser.add_argument(
         "--batch",
@@ -128,7 +126,9 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=bytes_argument, required=True, metavar="SIZE", help="what a rank may use")
     parser.add_argument("--ranks", type=_count, required=True, help="the number of ranks to simulate")
     parser.add_argument(
-        "--optimizer-bytes", type=_from_0, default=ADAM, help="bytes of optimizer state for each element (8, as AdamW)"
+        "--optimizer-bytes",
+        type=_from_0,
+        help="bytes of optimizer state for each element (AdamW's: two of the parameters' dtype)",
     )
     parser.add_argument("--loss", metavar="FUNCTION", help="a function of the model and the inputs (forward does it)")
     parser.add_argument(
@@ -140,8 +140,7 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
 
 def _fit(options: argparse.Namespace) -> int:
     try:
-        with torch.device("meta"):
-            model, inputs = _function(options.function)()
+        model, inputs = build_on_meta(_function(options.function))
         loss = _function(options.loss) if options.loss else None
         asked = {name: getattr(options, name) for name in ("memory", "ranks", "optimizer_bytes", "offload_directory")}
         plan = fit(model, inputs, loss=loss, **asked)

@@ -8,6 +8,7 @@ and FLOPs from :mod:`fullshard.report.activations`, and the advice from :mod:`fu
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,12 +28,13 @@ from fullshard.report.advice import Advice, advise
 from fullshard.report.estimate import Algorithm, Estimate, Hardware, estimate_step
 from fullshard.report.facts import GroupFacts, ModelFacts, facts_of
 from fullshard.report.fit import Fit, fit_into, memory_of
+from fullshard.report.meta_copy import build_on_meta
 from fullshard.report.replay import ExchangeTotal, Phase, Replay
 from fullshard.report.text import bytes_of, counted, wrapped
 from fullshard.schedule.unit import unit_of, units_in
 from fullshard.torch_private import simulated_world
 
-#: Bytes of optimizer state for each element: AdamW keeps two moments in fp32.
+#: Bytes of optimizer state for each element in fp32: AdamW keeps two moments in the dtype of the parameter.
 ADAM = 8.0
 
 
@@ -221,12 +223,23 @@ class Explanation:
         return "\n\n".join(filter(None, parts))
 
 
+def state_bytes(model: nn.Module, given: float | None) -> float:
+    """Bytes of optimizer state for each element: those of a user, or AdamW's. Raises ValueError if there are none."""
+    if given is not None:
+        if not 0 <= given < math.inf:
+            raise ValueError(f"optimizer_bytes must be bytes for each element, 0 or more, got {given!r}")
+        return float(given)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    elements = sum(param.numel() for param in trained)
+    return ADAM / 4 * sum(param.numel() * param.itemsize for param in trained) / elements if elements else ADAM
+
+
 def explain(
     model: nn.Module | Callable[[], nn.Module],
     *,
     ranks: int | None = None,
     rank: int = 0,
-    optimizer_bytes: float = ADAM,
+    optimizer_bytes: float | None = None,
     batch: Any = None,
     loss: Loss | None = None,
     device_memory: float | str | None = None,
@@ -246,7 +259,8 @@ def explain(
         model: a sharded model of either front end, before or after its first step; or a function that makes a model.
         ranks: the number of ranks to simulate.
         rank: the rank whose shards and memory are explained.
-        optimizer_bytes: bytes of optimizer state for each element that an optimizer updates. The default is AdamW's.
+        optimizer_bytes: bytes of optimizer state for each element that an optimizer updates. The default is AdamW's,
+            which keeps two moments in the dtype of the parameter: 8 for fp32.
         batch: an example of what one rank's forward gets: a tensor, a tuple of positional arguments, or a dict of
             keyword arguments. Forward and backward then run on tensors that have no memory, to count activations and
             FLOPs. Only the batch's shapes and dtypes matter. The model stays as it is.
@@ -260,8 +274,8 @@ def explain(
 
     Raises:
         ValueError: no part of the model is sharded, ``rank`` is not one of ``ranks``, ``loss`` is given without a
-            batch, the batch has no tensor, nothing that forward returns requires gradients, or ``device_memory`` is not
-            a size.
+            batch, the batch has no tensor, nothing that forward returns requires gradients, ``device_memory`` is not
+            a size, or ``optimizer_bytes`` is negative.
         TypeError: ``model`` is a module and ``ranks`` is given, or ``model`` is a function and ``ranks`` is missing.
         RuntimeError: a process group exists already, so another world cannot be simulated in this process; or forward
             or backward failed on tensors without values.
@@ -278,7 +292,8 @@ def explain(
             found = trace_step(sharded, batch, loss)
             facts = facts_of(sharded, found.order)
         memory = memory_of(units_in(sharded)[0].device) if size is None else size
-        return Explanation(facts, dist.get_world_size(), dist.get_rank(), optimizer_bytes, found, memory)
+        kept = state_bytes(sharded, optimizer_bytes)
+        return Explanation(facts, dist.get_world_size(), dist.get_rank(), kept, found, memory)
 
     if isinstance(model, nn.Module):
         if ranks is not None:
@@ -297,8 +312,8 @@ def explain(
             f"explain in a different process, for example by `fullshard explain FILE:FUNCTION --ranks {ranks}`"
         )
     with simulated_world(ranks, rank):
+        built = build_on_meta(model)
         with torch.device("meta"):
-            built = model()
             if not any(unit_of(module) for module in built.modules()):
                 fully_shard_blocks(built)
         return explained(built)

@@ -5,6 +5,7 @@ Owns the :class:`Plan` as data, its JSON, and how it is applied to a model. :fun
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -108,24 +109,30 @@ class Plan:
             the model.
 
         Raises:
-            ValueError: the plan was made for a different model or for more ranks, the model is sharded already, or an
-                option is one that the plan decides; and whatever ``fully_shard`` raises.
+            ValueError: the plan was made for a different model or for more ranks, the model is sharded already, a
+                module of the plan has no forward, or an option is one that the plan decides; and whatever
+                ``fully_shard`` raises. Unless ``fully_shard`` raises for a later group, the model stays as it was.
 
         Ranks: all alike, with the same plan.
         """
         self._check_use(model, options)
         known = dict(model.named_modules())
-        names = [name for group in self.groups for name in group.modules] + [*self.recomputed]
-        if missing := [name for name in names if name not in known]:
-            raise ValueError(
-                f"the plan names the module '{missing[0]}', which this {type(model).__name__} does not have: the plan "
-                f"was made for a {self.model}"
-            )
         wrappers = {known[name]: checkpointed(known[name]) for name in self.recomputed}
-        for parent in [*model.modules()] if wrappers else ():
-            for name, child in parent.named_children():
-                if child in wrappers:
-                    setattr(parent, name, wrappers[child])
+        _replace(model, wrappers)
+        try:
+            return self._shard(model, known, wrappers, options)
+        except BaseException:
+            if not units_in(model):
+                _replace(model, {wrapper: module for module, wrapper in wrappers.items()})
+            raise
+
+    def _shard(
+        self,
+        model: nn.Module,
+        known: Mapping[str, nn.Module],
+        wrappers: Mapping[nn.Module, nn.Module],
+        options: dict[str, Any],
+    ) -> nn.Module:
         if self.offloaded_state:
             shares: dict[str, Any] = {"parameters": self.offloaded_parameters, "optimizer_state": self.offloaded_state}
             if self.offload_directory:
@@ -158,6 +165,21 @@ class Plan:
                 f"the plan was made for a {self.model} with {self.elements:,} elements in its parameters, and this "
                 f"{type(model).__name__} has {elements:,}: call fullshard.fit for it"
             )
+        known = dict(model.named_modules())
+        names = [name for group in self.groups for name in group.modules if name] + [*self.recomputed]
+        for name in names:
+            if name not in known:
+                raise ValueError(
+                    f"the plan names the module '{name}', which this {type(model).__name__} does not have: the plan "
+                    f"was made for a {self.model}"
+                )
+            if type(known[name]).forward is nn.Module.forward:
+                raise ValueError(
+                    f"the plan names the {type(known[name]).__name__} '{name}', which has no forward: name the modules "
+                    f"in it"
+                )
+        if unknown := set(options) - set(inspect.signature(fully_shard).parameters):
+            raise TypeError(f"fully_shard has no option '{min(unknown)}'")
         decided = {"zero_stage", "reshard_after_forward", "auto_wrap_policy", "persistence_threshold"}
         decided |= {"offload_policy"} if self.offloaded_state else set()
         if found := decided & set(options):
@@ -243,6 +265,14 @@ class Plan:
         parts = [what if share == 1 else f"{percent(share)} of the {what}" for what, share in shares.items() if share]
         where = f"on a disk, in {self.offload_directory}" if self.offload_directory else "on the CPU"
         return f"{' and '.join(parts)} {where}" if parts else "nothing"
+
+
+def _replace(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> None:
+    """Puts other modules in the places of some."""
+    for parent in [*model.modules()] if others else ():
+        for name, child in [*parent.named_children()]:
+            if child in others and parent is not others[child]:
+                setattr(parent, name, others[child])
 
 
 def _names(names: Sequence[str]) -> str:

@@ -103,7 +103,8 @@ def need_of(
     inside = [group for group in groups if group.offloaded.trained < group.trained]
     chunks = [param.chunk * param.is_trainable for group in inside for param in group.parameters]
     updated = 2 * max(chunks, default=0) if groups[0].is_host else trained  # foreach updates all at once
-    peaks["optimizer step"] = rest + gradients + (_ELEMENT * updated if optimizer_bytes > _ELEMENT else 0)
+    element = gradients / trained if trained else _ELEMENT  # of a parameter
+    peaks["optimizer step"] = rest + gradients + (round(element * updated) if optimizer_bytes > element else 0)
     peaks = Counter({name: round((1 + _SHARE) * nbytes) for name, nbytes in peaks.items()})
     seconds = estimate_step(facts, replay, hardware, activations.flops).step
     seconds += sum(_seconds_of(group, optimizer_bytes) for group in groups if group.offloaded.what)

@@ -9,7 +9,6 @@ search goes on with less memory.
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import tempfile
@@ -28,11 +27,13 @@ from fullshard import tree
 from fullshard.comm.process_group import broadcast_object, has_peers
 from fullshard.comm.select import NAMES, simulated_transport
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.report.activations import Loss, trace_step
-from fullshard.report.explain import ADAM
+from fullshard.report.activations import Activations, Loss, trace_step
+from fullshard.report.explain import state_bytes
 from fullshard.report.facts import ModelFacts, facts_of
+from fullshard.report.meta_copy import on_meta
 from fullshard.report.plan import Change, Plan, PlannedGroup, shortened
 from fullshard.report.predicted import TO_DISK, Need, TracedBlocks, assumed_hardware, need_of, staging_bytes
+from fullshard.report.snapshot import Snapshot
 from fullshard.report.text import bytes_of, bytes_text, counted, quantity_text, seconds_text
 from fullshard.schedule.unit import units_in
 from fullshard.torch_private import simulated_world
@@ -104,7 +105,7 @@ def fit(
     memory: float | str,
     ranks: int | None = None,
     mesh: DeviceMesh | Sequence[int] | None = None,
-    optimizer_bytes: float = ADAM,
+    optimizer_bytes: float | None = None,
     loss: Loss | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     hardware: dict[str, float] | None = None,
@@ -136,7 +137,8 @@ def fit(
         ranks: the number of ranks to simulate. By default the ranks of this job.
         mesh: the mesh, as for :func:`~fullshard.fully_shard`; where ranks are simulated, its sizes: ``(2, 4)`` for two
             replicas that shard over four ranks each.
-        optimizer_bytes: bytes of optimizer state for each element that an optimizer updates. The default is AdamW's.
+        optimizer_bytes: bytes of optimizer state for each element that an optimizer updates. The default is AdamW's,
+            which keeps two moments in the dtype of the parameter: 8 for fp32.
         loss: a function of the model and the inputs that runs the model and returns the loss, if forward does not.
         mp_policy: the mixed precision. Give it to :meth:`Plan.apply` too.
         hardware: the hardware, as :meth:`fullshard.report.explain.Explanation.estimate` takes it: ``peak_flops``,
@@ -161,6 +163,7 @@ def fit(
         raise ValueError(f"this {type(model).__name__} is sharded already: fit() takes a model that is not")
     if not any(param.requires_grad for param in model.parameters()):
         raise ValueError(f"this {type(model).__name__} has no parameters that require gradients: nothing is trained")
+    optimizer_bytes = state_bytes(model, optimizer_bytes)
     if dist.is_initialized():
         if ranks not in (None, dist.get_world_size()):
             raise RuntimeError(
@@ -174,10 +177,19 @@ def fit(
         raise RuntimeError(f"this process is not a rank of a job: give fit() the number of ranks, got ranks={ranks!r}")
     if isinstance(mesh, DeviceMesh):
         raise ValueError("a DeviceMesh belongs to a job: where ranks are simulated, give its sizes, such as (2, 4)")
+    if mesh is not None:
+        are_sizes = all(type(size) is int and size > 0 for size in mesh)
+        if not are_sizes or len(mesh) not in (1, 2) or math.prod(mesh) != ranks:
+            raise ValueError(
+                f"mesh must be one or two sizes whose product is the number of ranks, {ranks}: got {mesh!r}"
+            )
+
+    program = Snapshot()
 
     def search(ranks: int, mesh: Sequence[int] | None, mp_policy: MixedPrecisionPolicy) -> Plan:
         with _simulated(ranks, mesh) as made:
-            return Search(model, sample_inputs, optimizer_bytes, loss, made, mp_policy, hardware or {}, disk).plan(size)
+            given = model, sample_inputs, optimizer_bytes, loss, made, mp_policy, hardware or {}, disk
+            return Search(*given, program).plan(size)
 
     others: dict[str, tuple[int, Sequence[int] | None, MixedPrecisionPolicy]] = {}
     larger = None if mesh is None else (*mesh[:-1], 2 * mesh[-1])
@@ -226,8 +238,10 @@ class Search:
         mp_policy: MixedPrecisionPolicy,
         hardware: dict[str, float],
         offload_directory: str = "",
+        program: Snapshot | None = None,
     ) -> None:
         self._model, self._inputs, self._loss = model, inputs, loss
+        self._program = program or Snapshot()
         self._optimizer_bytes, self._options = optimizer_bytes, {"mesh": mesh, "mp_policy": mp_policy}
         self._disk = offload_directory
         self._moves = f"; a disk moves {quantity_text(TO_DISK, 'B/s')}" if self._disk else ""
@@ -243,9 +257,9 @@ class Search:
         fine = _Choice(1, apart=True)
         repeatable = [name for name in self.blocks if not _counts(model.get_submodule(name))]
         sharded = self._sharded(fine, repeatable)  # collective, as all that follows in the same order on all ranks
-        again = trace_step(sharded, inputs, loss) if repeatable else None
+        again = self._trace(sharded) if repeatable else None
         plain = self._sharded(fine, [])
-        found = trace_step(plain, inputs, loss)
+        found = self._trace(plain)
         self._traced = TracedBlocks(facts_of(plain, found.order), found, again, self.blocks, repeatable)
         self._order = self._traced.order
         self._most = 2 * _PARTS if self._disk or units_in(plain)[0].device.type != "cpu" else 0
@@ -284,6 +298,9 @@ class Search:
     def agreed(self, value: Any) -> Any:
         """What rank 0 has."""
         return broadcast_object(value, None) if has_peers(dist.group.WORLD) else value
+
+    def _trace(self, sharded: nn.Module) -> Activations:
+        return trace_step(sharded, self._inputs, self._loss, self._program)
 
     @property
     def recomputes(self) -> bool:
@@ -337,7 +354,7 @@ class Search:
         """A copy of the model, sharded as planned, for which nothing is made in the directory."""
         here = tempfile.gettempdir() if self._disk else ""
         plan = replace(plan, offload_directory=here, staging_bytes=self._staging)
-        return plan.apply(_on_meta(self._model), **self._options)
+        return plan.apply(on_meta(self._model), **self._options)
 
     def _add(self, choice: _Choice) -> None:
         """Take the facts of the groups of a choice. Collective."""
@@ -352,7 +369,7 @@ class Search:
     def checked(self, plan: Plan) -> Need:
         """What the plan needs, traced and replayed as it is. Collective."""
         sharded = self._applied(plan)
-        found = trace_step(sharded, self._inputs, self._loss)
+        found = self._trace(sharded)
         facts = facts_of(sharded, found.order)
         return need_of(facts, found, self._hardware, self._optimizer_bytes, self._batch)
 
@@ -471,28 +488,6 @@ def _large_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Modu
         and all(users[param] == 1 for param in module.parameters())
         and sum(param.numel() for param in module.parameters()) >= least
     ]
-
-
-def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on meta."""
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        made = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-    try:
-        return copy.deepcopy(model, dict(memo))
-    except Exception:  # a lock, an open file, a generator: what cannot be copied is shared with the model
-        return copy.deepcopy(model, {**memo, **{id(value): value for value in _uncopyable(model, memo)}})
-
-
-def _uncopyable(model: nn.Module, memo: dict[int, Any]) -> Iterator[Any]:
-    """The attributes of a model's modules that cannot be copied."""
-    for name, value in [each for module in model.modules() for each in vars(module).items()]:
-        if name not in ("_parameters", "_buffers", "_modules"):
-            try:
-                copy.deepcopy(value, dict(memo))
-            except Exception:
-                yield value
 
 
 def _counts(block: nn.Module) -> bool:
