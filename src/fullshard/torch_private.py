@@ -23,12 +23,8 @@ import torch.distributed._symmetric_memory as symm_mem  # memory that all ranks 
 import torch.utils._pytree as pytree  # torch.utils.pytree is not in every release: walking registered containers
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-<<<<<<< HEAD
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms  # for plain tensors
-from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory that know their device
-=======
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # tensors without memory that know their device
->>>>>>> fit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch

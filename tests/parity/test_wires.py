@@ -144,7 +144,9 @@ def train_with_wires(
                 total = torch.stack(totals).sum(0)
             else:
                 cut = zip(*(each.chunk(shards) for each in totals), strict=True)
-                total = torch.cat([outer_wire.summed(f"{name} {at}", [*each], 1, param.numel()) for at, each in enumerate(cut)])
+                total = torch.cat(
+                    [outer_wire.summed(f"{name} {at}", [*each], 1, param.numel()) for at, each in enumerate(cut)]
+                )
             param.grad = total.to(param.dtype)
         optimizer.step(losses)
     return optimizer.steps
