@@ -1032,10 +1032,10 @@ MUTATIONS = (
     ),
     # ragged layouts, and optimizers on them
     Mutation(
-        "group/ragged.py",
+        "ragged.py",
         "for spec in row if spec.ndim}) <= 1 for",
         "for spec in row if spec.ndim}) == 1 for",
-        "tests/group/test_ragged.py::test_norms_and_clipping_are_those_of_the_whole",
+        "tests/test_ragged.py::test_norms_and_clipping_are_those_of_the_whole",
     ),
     Mutation(
         "group/parameter.py",

@@ -16,7 +16,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 #: From the bottom to the top: a file may import what stands in its own row or in one above it.
 LAYERS = (
-    ("torch_private", "tree", "policies", "offload_policy", "wire_policy", "_renamed"),
+    ("torch_private", "tree", "policies", "offload_policy", "wire_policy", "ragged", "_renamed"),
     ("buffer.plan",),
     ("device",),
     ("buffer",),
@@ -31,6 +31,7 @@ LAYERS = (
         "stages",
         "module",
         "overlaps",
+        "assignments",
         "misuse",
         "raw_errors",
         "strangers",

@@ -18,6 +18,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fullshard import assignments as _assignments  # noqa: F401  its import registers what ``.data =`` does
 from fullshard import misuse as _misuse  # noqa: F401  its import registers hooks on units
 from fullshard import policies
 from fullshard import raw_errors as _raw_errors  # noqa: F401  its import registers advice on errors

@@ -88,7 +88,7 @@ class Replacements:
         return self.calls[-1][1]
 
     def restore(self, callee: object) -> None:
-        """Undo what was replaced for ``callee``, and for calls in it that did not end. What changed since then stays."""
+        """Undo what was replaced for ``callee``, and for calls in it that did not end. Later changes stay."""
         while any(each is callee for each, _ in self.calls):
             for read, write, node, key, new, old in reversed(self.calls.pop()[1]):
                 with suppress(LookupError, AttributeError):

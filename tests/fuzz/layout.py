@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard import Ragged
-from fullshard.group.ragged import RaggedShard
+from fullshard.ragged import RaggedShard
 from tests.fuzz.sharding import Sharding, Unit, dtype_of, placement_of, plain_name, units_of
 
 Values = Mapping[str, Tensor | None]

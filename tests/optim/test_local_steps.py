@@ -60,7 +60,7 @@ class Case:
     fragments: int = 1
     overlap: int = 0
     offload: bool = False
-    wire_policy: WirePolicy = WirePolicy()
+    wire_policy: WirePolicy = EXACT
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fullshard.group.parameter import ShardedParameter, local_tensor
-from fullshard.group.ragged import RaggedShard, is_ragged
+from fullshard.ragged import RaggedShard, is_ragged
 from fullshard.torch_private import DTensorSpec, box_of, is_traceable_subclass, spec_of
 from fullshard.wrapper.flat import Fragment
 

@@ -22,8 +22,8 @@ from fullshard.buffer.plan import ALIGNMENT, LayoutName, ParamShape, Plan
 from fullshard.buffer.sections import Section
 from fullshard.comm.waits import waiting
 from fullshard.group.mesh import DataMesh
-from fullshard.group.ragged import RaggedShard
 from fullshard.policies import Ragged
+from fullshard.ragged import RaggedShard
 
 #: The names under which wrappers hold a module; names of parameters are given without them.
 WRAPPED_NAME = "_fsdp_wrapped_module"

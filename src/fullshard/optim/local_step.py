@@ -33,8 +33,8 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from fullshard import torch_private
 from fullshard.group.owners import owner_of
 from fullshard.group.parameter import ShardedParameter, local_tensor
-from fullshard.group.ragged import is_ragged
 from fullshard.optim.disk_step import DiskStep, is_on_disk, step_of, substitute_for, twin_of
+from fullshard.ragged import is_ragged
 from fullshard.torch_private import local_of, spec_of
 
 #: The classes of torch that compute element by element. Exactly these: a subclass may do anything.

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fullshard import Ragged, checkpoint, fully_shard
-from fullshard.group.ragged import RaggedShard
+from fullshard.ragged import RaggedShard
 from tests.checkpoint.test_save import run
 from tests.harness import RankPool, World, ranks
 from tests.harness.models import seeded

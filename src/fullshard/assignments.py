@@ -1,0 +1,53 @@
+"""What ``param.data = values`` does to a sharded parameter: it gets these values.
+
+Torch changes only the size and the dtype of a DTensor there, silently. DTensors that belong to no group stay so. Owns
+the property ``data`` of DTensors, which is there once a model was sharded.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fullshard.group.owners import owner_of
+from fullshard.schedule.hooks import when_sharded
+from fullshard.torch_private import local_of, set_local, spec_of
+
+
+@when_sharded
+def follow_assignments(_: object) -> None:
+    """Replace the property, once."""
+    _replace_property()
+
+
+@cache
+def _replace_property() -> None:
+    by_torch: Any = torch.Tensor.data
+
+    def assign(tensor: Any, data: Any) -> None:
+        owner = owner_of(tensor)
+        if owner is None or tensor is not owner[0].params[owner[1]].sharded:
+            by_torch.__set__(tensor, data)
+            return
+        name, local, expected = owner[0].params[owner[1]].name, local_of(tensor), spec_of(tensor).placements
+        if not isinstance(data, DTensor) or spec_of(data).placements != expected:
+            placed = spec_of(data).placements if isinstance(data, DTensor) else "a plain tensor"
+            raise RuntimeError(
+                f"parameter '{name}' was given data that is {placed} where {expected} is expected: give it a DTensor "
+                f"with the same placements, such as a copy of its own data"
+            )
+        if local_of(data).shape != local.shape:
+            raise RuntimeError(
+                f"parameter '{name}' was given data of shape {tuple(data.shape)} where {tuple(tensor.shape)} is "
+                f"expected"
+            )
+        by_torch.__set__(tensor, data)
+        tensor._spec = spec_of(data)
+        # A copy: ``data`` may lie in the shard of a group, as when two models exchange their parameters. The next
+        # forward copies the values to the shard.
+        set_local(tensor, local_of(data).detach().clone())
+
+    DTensor.data = property(by_torch.__get__, assign)  # type: ignore[assignment]
