@@ -16,12 +16,13 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 #: From the bottom to the top: a file may import what stands in its own row or in one above it.
 LAYERS = (
-    ("torch_private", "tree", "policies", "offload_policy", "wire_policy", "ragged", "_renamed"),
+    ("torch_private", "tree", "policies", "offload_policy", "wire_policy", "_renamed"),
     ("buffer.plan",),
     ("device",),
     ("buffer",),
     ("disk",),
     ("comm",),
+    ("ragged",),
     ("group", "updates"),
     ("schedule",),
     ("watch",),

@@ -45,9 +45,8 @@ def _replace_property() -> None:
                 f"expected"
             )
         by_torch.__set__(tensor, data)
-        tensor._spec = spec_of(data)
         # A copy: ``data`` may lie in the shard of a group, as when two models exchange their parameters. The next
         # forward copies the values to the shard.
-        set_local(tensor, local_of(data).detach().clone())
+        set_local(tensor, local_of(data).detach().clone(), spec_of(data))
 
     DTensor.data = property(by_torch.__get__, assign)  # type: ignore[assignment]

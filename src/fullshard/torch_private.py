@@ -161,9 +161,9 @@ def as_replicated(schema: Any) -> Any:
     return type(schema)(schema.op, args, kwargs, schema_info=schema.schema_info)
 
 
-def set_local(tensor: DTensor, local: torch.Tensor) -> None:
-    """Replace the local tensor of a DTensor by another of the same shape. The DTensor stays the same object."""
-    tensor._local_tensor = local
+def set_local(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec | None = None) -> None:
+    """Replace the local tensor of a DTensor by another of the same shape, and its spec. It stays the same object."""
+    tensor._local_tensor, tensor._spec = local, spec or tensor._spec
 
 
 def set_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:

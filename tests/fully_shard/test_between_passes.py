@@ -5,7 +5,6 @@ The reference is the same program on the unsharded model: it knows no passes.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -211,32 +210,3 @@ def test_elements_that_nobody_wrote_keep_their_precision(world: World) -> None:
     before["blocks.0.0.weight"][0, 0] = 2.0
     for name, value in list(before.items())[:2]:
         assert torch.equal(whole(dict(model.named_parameters())[name]), value), name
-
-
-@ranks(2)
-@TRANSPORTS
-def test_two_models_exchange_the_data_of_their_parameters(world: World, transport: str) -> None:
-    with environment(FULLSHARD_TRANSPORT=transport):
-        model, reference = shard(seeded(MLP)), seeded(MLP)
-        average, averaged = copy.deepcopy(model), copy.deepcopy(reference)
-        for one, other in ((model, average), (reference, averaged)):
-            with torch.no_grad():
-                one(inputs())
-                for param in other.parameters():
-                    param.mul_(0.5)
-            for param, mean in zip(one.parameters(), other.parameters(), strict=True):
-                param.data, mean.data = mean.data, param.data
-        for found, expected in ((model, reference), (average, averaged)):
-            assert_close(found(inputs()), expected(inputs()), "output")
-        for found, expected in ((model, reference), (average, averaged)):
-            check(Program(found), Program(expected))
-
-
-@ranks(2)
-def test_data_that_does_not_fit_is_refused_by_name(world: World) -> None:
-    model: Any = shard(seeded(MLP))
-    weight = model.blocks[1][0].weight
-    with pytest.raises(RuntimeError, match=r"parameter '0.weight' was given data that is a plain tensor"):
-        weight.data = torch.zeros(weight.shape)
-    with pytest.raises(RuntimeError, match=r"parameter '0.weight' was given data of shape \(5, 3\) where \(5, 7\)"):
-        weight.data = weight.data[:, :3]

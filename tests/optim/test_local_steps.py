@@ -20,10 +20,11 @@ from torch.func import functional_call
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import fullshard
-from fullshard import WirePolicy, checkpoint
+from fullshard import checkpoint
 from fullshard.comm.waits import WAITS, Wait, describe
 from fullshard.group.parameter import local_tensor
 from fullshard.optim import LocalSteps, ShardedGradScaler
+from fullshard.wire_policy import EXACT, WirePolicy
 from tests.fully_shard.cases import inputs, shard_mlp
 from tests.harness import RankPool, World, failure_report, ranks
 from tests.harness.compare import whole

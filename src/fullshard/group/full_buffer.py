@@ -160,14 +160,14 @@ class FullBuffer:
         """Wait for the gather, and let autograd read what it saved of the values. Returns whether leaves were made."""
         try:
             self._complete()
+            if self.versions_set != (*map(private.version_of, self.leaves),):
+                self.refuse_stale_writes()
             self._post_forward, self._complete = None, PASSED.wait  # not before: until here the gather needs them
             is_first = not self.leaves and bool(self._group.params)
             if is_first:
                 self._make_leaves()
             elif self._extensions is not None:
                 self._extensions.make_unsharded()
-            if self.versions_set != (*map(private.version_of, self.leaves),) and not is_first:
-                self.refuse_stale_writes()
         except BaseException:
             self._cancel()
             raise

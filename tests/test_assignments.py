@@ -1,0 +1,56 @@
+"""Assignments to ``data`` of sharded parameters."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from fullshard.assignments import follow_assignments
+from tests.fully_shard.cases import assert_close, environment, inputs, shard_mlp
+from tests.harness import World, ranks
+from tests.harness.models import MLP, seeded
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
+def test_two_models_exchange_the_data_of_their_parameters(world: World, transport: str) -> None:
+    with environment(FULLSHARD_TRANSPORT=transport):
+        model, reference = shard_mlp(), seeded(MLP)
+        average, averaged = copy.deepcopy(model), copy.deepcopy(reference)
+        for one, other in ((model, average), (reference, averaged)):
+            with torch.no_grad():
+                one(inputs())
+                for param in other.parameters():
+                    param.mul_(0.5)
+            for param, mean in zip(one.parameters(), other.parameters(), strict=True):
+                param.data, mean.data = mean.data, param.data
+        for found, expected in ((model, reference), (average, averaged)):
+            with torch.no_grad():
+                assert_close(found(inputs()), expected(inputs()), "output")
+        for found, expected in ((model, reference), (average, averaged)):
+            for param, plain in zip(found.parameters(), expected.parameters(), strict=True):
+                assert_close(param.full_tensor(), plain, "parameter")
+
+
+@ranks(2)
+def test_data_that_does_not_fit_is_refused_by_name(world: World) -> None:
+    model: Any = shard_mlp()
+    weight = model.blocks[1][0].weight
+    with pytest.raises(RuntimeError, match=r"parameter '0.weight' was given data that is a plain tensor"):
+        weight.data = torch.zeros(weight.shape)
+    with pytest.raises(RuntimeError, match=r"parameter '0.weight' was given data of shape \(5, 3\) where \(5, 7\)"):
+        weight.data = weight.data[:, :3]
+
+
+@ranks(2)
+def test_dtensors_of_others_stay_as_torch_has_them(world: World) -> None:
+    follow_assignments(None)
+    param = nn.Parameter(distribute_tensor(torch.ones(4), world.mesh(), [Shard(0)]))
+    param.data = param.data * 2
+    assert isinstance(param.data, DTensor)
+    assert_close(param.full_tensor(), torch.ones(4), "what torch does not assign")
