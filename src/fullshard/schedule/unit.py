@@ -201,17 +201,14 @@ class Unit:
         if self.mp_policy.output_dtype is not None:
             output = tree.cast_floating(output, self.mp_policy.output_dtype)
             found = tree.reachable_tensors(output)
+        differentiates = self._is_transformed or torch.is_grad_enabled()
+        self._is_opaque |= differentiates and not found
         if self._is_transformed:
-            self._is_opaque |= not found
             output = self._mark_begin_transformed(output)
             with outside_transforms():
                 self._leave(module, None)
             return output
-        mark = None
-        if torch.is_grad_enabled():
-            mark = self._mark_begin(found)
-            self._is_opaque |= not found
-        self._leave(module, mark)
+        self._leave(module, self._mark_begin(found) if differentiates else None)
         return output
 
     def _leave(self, module: nn.Module, mark: object | None) -> None:
