@@ -35,7 +35,7 @@ from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.checks import Emptied
-from fullshard.schedule.marks import BeginOfBackward, EndOfBackward, follow_writes, mark_gradient
+from fullshard.schedule.marks import EndOfBackward, follow_writes, mark_gradient, mark_outputs, may_require_grad
 from fullshard.schedule.schedule import Schedule
 from fullshard.torch_private import (
     base_of,
@@ -113,8 +113,7 @@ class Unit:
         self._use = Use()
         #: The inputs that are marked in the forward that runs, their aliases, and their versions before it.
         self._marked = _NONE
-        self._recomputes = False  # whether its forward recomputes
-        self._is_transformed = False  # whether its forward runs under a transform of ``torch.func``
+        self._recomputes = self._is_transformed = False  # whether its forward does, or is under a transform
         self._is_opaque = False  # whether its forward returned no tensor: nothing tells when its backward begins
         self._in_backward: dict[Use, None] = {}  # the uses whose backward has begun and not ended
         self._is_differentiated = False  # whether the backward that runs goes through an earlier one of this unit
@@ -204,7 +203,7 @@ class Unit:
         differentiates = self._is_transformed or torch.is_grad_enabled()
         self._is_opaque |= differentiates and not found
         if self._is_transformed:
-            output = self._mark_begin_transformed(output)
+            output = mark_outputs(self, self._use, output)
             with outside_transforms():
                 self._leave(module, None)
             return output
@@ -267,7 +266,7 @@ class Unit:
 
     def _mark_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Put :class:`EndOfBackward` on the inputs that require gradients; under a transform, on all that may."""
-        wanted = _may_require_grad if self._is_transformed else attrgetter("requires_grad")
+        wanted = may_require_grad if self._is_transformed else attrgetter("requires_grad")
         inputs = list(filter(wanted, tree.tensors((args, kwargs) if kwargs else args)))
         if not inputs:
             return args, kwargs
@@ -279,12 +278,6 @@ class Unit:
         given: Any = (args, kwargs) if kwargs else args
         given = tree.replace_tensors(lambda tensor: found.get(id(tensor), tensor), given, self._replaced.of(module))
         return given if kwargs else (given, kwargs)
-
-    def _mark_begin_transformed(self, output: Any) -> Any:
-        """Put :class:`BeginOfBackward` on the outputs, on each level of the transforms."""
-        found = list(filter(_may_require_grad, tree.tensors(output)))
-        marked = dict(zip(map(id, found), BeginOfBackward.apply(self, self._use, *found), strict=True))
-        return tree.map_tensors(lambda tensor: marked.get(id(tensor), tensor), output)
 
     def _mark_begin(self, found: Sequence[torch.Tensor]) -> object | None:
         """Put a hook, which is returned, on the outputs that require gradients.
@@ -491,10 +484,6 @@ def schedule_of(model: nn.Module, who: str) -> Schedule:
             f"{who} expects a root that was sharded or wrapped, got {type(model).__name__}: call it after fully_shard"
         )
     return unit.schedule or unit.start()
-
-
-def _may_require_grad(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _calls(unit: Unit) -> int:
