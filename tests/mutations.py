@@ -393,7 +393,7 @@ MUTATIONS = (
     ),
     Mutation(
         "schedule/unit.py",
-        "self._is_opaque |= not found",
+        "self._is_opaque |= differentiates and not found",
         "pass",
         "tests/parity/test_stale_reads.py::test_blocks_hand_on_what_no_hook_can_replace",
     ),

@@ -295,6 +295,7 @@ def whole_of_sharded_tensor(tensor: Any) -> torch.Tensor:
     return whole
 
 
+schema_of: Callable[[Any], Any] = attrgetter("_schema")  # what an operator says of its arguments
 #: The tensor of which this one is a view. Without it a hook on a view would be lost to an operation in place.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 #: Counts the writes in place to a tensor, as autograd does: values that are still in a slot may be stale.
@@ -488,11 +489,6 @@ def simulated_world(size: int, rank: int) -> Iterator[None]:
                 value.cache_clear()
         debug._clear_sharding_prop_cache()
         dist.destroy_process_group()
-
-
-def schema_of(operator: Any) -> Any:
-    """What an operator says of its arguments."""
-    return operator._schema
 
 
 def checkpointed(module: torch.nn.Module) -> torch.nn.Module:

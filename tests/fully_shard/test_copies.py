@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fullshard
+from fullshard.comm.point_to_point import _FIRST_TAG
 from tests.fully_shard.cases import (
     Recorder,
     Twins,
@@ -121,15 +122,19 @@ def test_copying_communicates_nothing(world: World) -> None:
 
 
 @ranks(2)
-def test_gradients_are_copied(world: World) -> None:
-    model = shard_mlp()
-    model(inputs()).sum().backward()
-    twin = copy.deepcopy(model)
-    model.reshard()
-    for one, other in zip(twin.parameters(), model.parameters(), strict=True):
-        assert isinstance(one.grad, DTensor)
-        assert one.grad is not other.grad
-        assert torch.equal(local(one.grad), local(other.grad))
+def test_gradients_are_not_copied_as_those_of_no_parameter_are(world: World) -> None:
+    wrapped = fullshard.FullyShardedDataParallel(seeded(MLP), use_orig_params=True)
+    for model in (shard_mlp(), wrapped):
+        model(inputs()).sum().backward()
+        assert any(param.grad is not None for param in model.parameters())
+        assert all(param.grad is None for param in copy.deepcopy(model).parameters())
+
+
+@ranks(2)
+def test_no_number_of_copies_uses_up_the_tags_of_messages(world: World) -> None:
+    group = groups_of(shard_mlp())[0]
+    tags = [next(group._copy_tags) for _ in range(10_000)]
+    assert _FIRST_TAG + 2 * max(tags) + 1 < 1 << 31
 
 
 @ranks(2)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fullshard
 from fullshard.group import gradients
-from tests.fully_shard.cases import groups_of
+from tests.fully_shard.cases import groups_of, twins
 from tests.harness import World, ranks
+from tests.harness.models import seeded
 
 
 def backward_of(world: World, model: Any, factor: float = 1.0) -> None:
@@ -68,3 +70,29 @@ def test_frozen_parameters_have_no_gradient_to_wait_for(world: World) -> None:
     model.set_requires_gradient_sync(True)
     backward_of(world, model)
     assert model.bias.grad is None
+
+
+class DropsLayers(nn.Module):
+    """Uses some of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = list(range(8))
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in self.used])
+        self.blocks: list[nn.Module] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.used:
+            x = x + self.layers[index](x)
+        return x
+
+
+@ranks(2)
+def test_the_plans_of_random_sets_of_parameters_are_few(world: World) -> None:
+    pair, draw = twins(world, lambda: seeded(DropsLayers)), random.Random(0)
+    (group,) = groups_of(pair.sharded)
+    for _ in range(60):
+        used = draw.sample(range(8), draw.randint(1, 8))
+        pair.sharded.used = pair.whole.used = used
+        pair.step(lr=1e-3)
+    assert len(group.gradients._plans) == gradients.MOST_PLANS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 import fullshard
 from fullshard.group.full_buffer import RELEASED
 from fullshard.schedule.unit import schedule_of, unit_of, units_in
-from tests.fully_shard.cases import BOTH, Library, assert_close, inputs, twins
+from tests.fully_shard.cases import BOTH, Library, assert_close, groups_of, inputs, twins
 from tests.harness import World, ranks
-from tests.harness.compare import kept
+from tests.harness.compare import OURS, kept
 from tests.harness.models import seeded
+from tests.harness.wrapper import wrap_blocks
 
 
 @ranks(2)
@@ -292,3 +294,82 @@ def test_inputs_in_keyword_arguments_and_containers(world: World, fsdp: Library)
         reference(inputs()).sum().backward()
     for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
         assert_close(kept(parameter.grad), expected.grad, "gradient")
+
+
+class Fails(nn.Linear):
+    """Raises once if it is told to."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.fails:
+            self.fails = False
+            raise ValueError("one forward fails")
+        return y
+
+
+class Catches(nn.Module):
+    """Runs a block again, or goes on without it, if it raises."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.blocks, self.again = nn.ModuleList([nn.Sequential(Fails(6, 6), Fails(6, 6)) for _ in range(2)]), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except ValueError:
+                x = block(x) if self.again else x
+        return x
+
+
+@ranks(2)
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_forward_whose_error_the_model_caught_is_over(world: World, again: bool, wrapped: bool) -> None:
+    pair = twins(world, lambda: seeded(lambda: Catches(again)))
+    model = wrap_blocks()(OURS["fullshard"], seeded(lambda: Catches(again))) if wrapped else pair.sharded
+    for trains in (False, True, False):
+        for each in (model, pair.whole):
+            next(module for module in each.modules() if isinstance(module, Fails)).fails = True
+        with torch.set_grad_enabled(trains):
+            assert_close(model(inputs()), pair.whole(inputs()), "output")
+        assert trains or all(not group.full.state.is_unsharded for group in groups_of(model)[1:])
+    if not wrapped:
+        pair.step()
+
+
+@ranks(2)
+def test_outputs_that_are_leaves_get_no_hooks(world: World) -> None:
+    class Latent(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x) + latent, latent
+
+    latent = torch.zeros(5, requires_grad=True)
+    model = seeded(lambda: Latent(6, 5))
+    fullshard.fully_shard(model, reshard_after_forward=True)
+    for _ in range(3):
+        sum(output.sum() for output in model(inputs().requires_grad_())).backward()
+        assert not latent._backward_hooks
+        assert not unit_of(model)._in_backward  # type: ignore[union-attr]
+
+
+@ranks(2)
+def test_two_roots_share_a_trunk(world: World) -> None:
+    trunk, heads = nn.Linear(6, 6), [nn.Linear(6, 3), nn.Linear(6, 4)]
+    plain = copy.deepcopy([trunk, *heads])
+    fullshard.fully_shard(trunk)
+    roots = [fullshard.fully_shard(nn.Sequential(trunk, head)) for head in heads]
+    references = [nn.Sequential(plain[0], head) for head in plain[1:]]
+    weights = [trunk.weight, plain[0].weight]
+    for order in ((0, 1), (1, 1), (0, 1)):
+        for one, batch in enumerate(order):
+            roots[one](inputs(batch + world.rank)).square().sum().backward()
+            for rank in range(world.size):
+                (references[one](inputs(batch + rank)).square().sum() / world.size).backward()
+        assert_close(kept(weights[0].grad), weights[1].grad, "gradient")
+        with torch.no_grad():
+            for weight in weights:
+                weight -= 0.01 * weight.grad  # type: ignore[operator]

@@ -29,7 +29,7 @@ from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.shard import ShardBuffer
 from fullshard.group.strategy import Placement
 
-_TAGS_APART = 1 << 16
+_TAGS_APART, _MOST_TAG = 1 << 16, 1 << 28  # tags of messages have 31 bits
 
 
 class Summoned(Protocol):
@@ -57,8 +57,9 @@ class ParamGroup(GroupContext):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        #: The tags of copies, and of copies of these: every rank copies alike, so that they agree by themselves.
-        self._copy_tags = itertools.count(self.tag + _TAGS_APART, _TAGS_APART)
+        #: The tags of copies, and of copies of these: every rank copies alike, so that they agree by themselves. After
+        #: 4,095 copies the first tag comes again.
+        self._copy_tags = itertools.cycle(range(self.tag + _TAGS_APART, _MOST_TAG, _TAGS_APART))
         self.has_custom_communication = False
         self.users: set[object] = set()
         self.summoned: Summoned | None = None

@@ -339,15 +339,13 @@ class ShardedParameter:
         return twin
 
     def copy_values(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A copy of what stands for the parameter, for ``copy.deepcopy``, which cannot copy a DTensor itself."""
+        """A copy of what stands for the parameter, without a gradient, as ``copy.deepcopy`` makes of any parameter."""
         twin: nn.Parameter | None = memo.get(id(self.sharded))
         if twin is None:
             twin = nn.Parameter(self.sharded.detach().clone(), requires_grad=self.sharded.requires_grad)
             memo[id(self.sharded)] = twin  # first: an attached object, such as an optimizer, may refer to it
             twin.__dict__.update(copy.deepcopy(self.sharded.__dict__, memo))
             private.choose_grad_dtype(twin, self.grad_dtype)
-            if self.sharded.grad is not None:
-                twin.grad = self.sharded.grad.detach().clone()
         return twin
 
     @property

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fullshard import tree
 from fullshard.torch_private import outside_transforms, set_versions, transforms_are_active, version_of
 
 
@@ -28,7 +29,7 @@ class _Mark(torch.autograd.Function):
     """Returns aliases that are no views, so that they may be written in place."""
 
     @staticmethod
-    def forward(unit: Marked, use: object, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(unit: Any, use: object, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(map(torch.Tensor.detach, tensors))
 
     @staticmethod
@@ -58,24 +59,25 @@ class EndOfBackward(_Mark):
         return (None, None, *(None if grad is None else mark_gradient(ctx.unit, ctx.use, grad) for grad in grads))
 
 
-class BeginOfBackward(_Mark):
-    """Marks a unit's outputs under a transform: when one has a gradient, the backward of the unit begins."""
+class Told(_Mark):
+    """Marks tensors under a transform. When one has a gradient, a method of a unit, in the unit's place, is told."""
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         with outside_transforms():
-            ctx.unit.pre_backward(ctx.use, None)
+            ctx.unit(ctx.use, None)
         return (None, None, *grads)
 
 
-class Differentiated(_Mark):
-    """Marks gradients of a unit's inputs under a transform: a backward through them reads what the unit's read."""
+def may_require_grad(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        with outside_transforms():
-            ctx.unit.differentiate(ctx.use, None)
-        return (None, None, *grads)
+
+def mark_outputs(unit: Marked, use: object, output: Any) -> Any:
+    """Mark the outputs of a unit under a transform: when one has a gradient, the backward of the unit begins."""
+    found = list(filter(may_require_grad, tree.tensors(output)))
+    marked = dict(zip(map(id, found), Told.apply(unit.pre_backward, use, *found), strict=True))
+    return tree.map_tensors(lambda tensor: marked.get(id(tensor), tensor), output)
 
 
 def mark_gradient(unit: Marked, use: object, grad: torch.Tensor) -> torch.Tensor:
@@ -84,7 +86,7 @@ def mark_gradient(unit: Marked, use: object, grad: torch.Tensor) -> torch.Tensor
     A backward through this backward comes here first, and then reads what the backward read.
     """
     if transforms_are_active():
-        return Differentiated.apply(unit, use, grad)[0]  # type: ignore[no-any-return]
+        return Told.apply(unit.differentiate, use, grad)[0]  # type: ignore[no-any-return]
     if grad.grad_fn is not None:  # a leaf would keep the hook, and depends on nothing
         grad.register_hook(partial(unit.differentiate, use))
     return grad

@@ -222,8 +222,7 @@ class Schedule:
         if not torch.is_grad_enabled():
             self.log.check()
         for unit in self.units:
-            if unit.to_run:  # some modules of a list may not have run
-                unit.to_run.clear()
+            if unit.to_run:  # modules of a list that have not run, or of a unit whose error the model caught
                 unit.end_forward(self)
         checks.check_stale_writes(self._groups)
 

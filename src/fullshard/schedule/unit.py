@@ -35,7 +35,7 @@ from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.checks import Emptied
-from fullshard.schedule.marks import BeginOfBackward, EndOfBackward, follow_writes, mark_gradient
+from fullshard.schedule.marks import EndOfBackward, follow_writes, mark_gradient, mark_outputs, may_require_grad
 from fullshard.schedule.schedule import Schedule
 from fullshard.torch_private import (
     base_of,
@@ -107,13 +107,13 @@ class Unit:
         self.prefetches_backward: Literal["before", "after", "never"] = "before"
         self.casts_inputs = mp_policy.cast_forward_inputs
         self.phase = Phase.IDLE
-        self.to_run: set[nn.Module] = set()  # modules of a list whose forward has not ended, while it runs
+        self.to_run: set[nn.Module] = set()  # modules whose forward has not ended, while one of them runs
         self._in_method = False
         self._replaced = Replacements()  # in the callers' containers, while a forward runs
         self._use = Use()
         #: The inputs that are marked in the forward that runs, their aliases, and their versions before it.
         self._marked = _NONE
-        self._is_transformed = False  # whether its forward runs under a transform of ``torch.func``
+        self._recomputes = self._is_transformed = False  # whether its forward does, or is under a transform
         self._is_opaque = False  # whether its forward returned no tensor: nothing tells when its backward begins
         self._in_backward: dict[Use, None] = {}  # the uses whose backward has begun and not ended
         self._is_differentiated = False  # whether the backward that runs goes through an earlier one of this unit
@@ -155,13 +155,13 @@ class Unit:
                 group.unshard()
                 group.wait_for_unshard()
             return False
+        if self.phase is Phase.FORWARD and not recomputes and not self.is_list:
+            self._end_failed_forward(schedule)
         first = self.phase is Phase.IDLE
-        if not first and not recomputes and not self.is_list:
-            schedule.refuse_forward(self)
         is_outermost = first and not recomputes and schedule.begin_forward(self)
         self.phase = Phase.FORWARD
-        if self.is_list and not self.to_run:
-            self.to_run.update(self.modules)
+        if not self.to_run:
+            self.to_run = set(self.modules)
         for group in self.needed:
             if first and not recomputes:
                 schedule.order.entered.append(group)
@@ -170,11 +170,18 @@ class Unit:
             if first:
                 group.users.add(self)
         if first:
-            self._use = Use()
+            self._use, self._recomputes = Use(), recomputes
             self._use.updates = schedule.step.updates
             if not recomputes and self.prefetches_forward:
                 schedule.prefetch_forward(self)
         return is_outermost
+
+    def _end_failed_forward(self, schedule: Schedule) -> None:
+        """End a forward that an error has ended, if the model that calls this unit again caught the error."""
+        outermost: Any = schedule.outermost
+        if outermost is self or not schedule.step.now.has_forward or _calls(self) > 1 or not _calls(outermost):
+            schedule.refuse_forward(self)
+        self.end_forward(schedule)
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Runs after the forward of each of the modules."""
@@ -193,17 +200,14 @@ class Unit:
         if self.mp_policy.output_dtype is not None:
             output = tree.cast_floating(output, self.mp_policy.output_dtype)
             found = tree.reachable_tensors(output)
+        differentiates = self._is_transformed or torch.is_grad_enabled()
+        self._is_opaque |= differentiates and not found
         if self._is_transformed:
-            self._is_opaque |= not found
-            output = self._mark_begin_transformed(output)
+            output = mark_outputs(self, self._use, output)
             with outside_transforms():
                 self._leave(module, None)
             return output
-        mark = None
-        if torch.is_grad_enabled():
-            mark = self._mark_begin(found)
-            self._is_opaque |= not found
-        self._leave(module, mark)
+        self._leave(module, self._mark_begin(found) if differentiates else None)
         return output
 
     def _leave(self, module: nn.Module, mark: object | None) -> None:
@@ -229,7 +233,7 @@ class Unit:
         """Run a method as if it were ``forward``: the forwards that it calls find the parameters gathered. If the
         forward itself calls it, they are gathered already."""
         before = self._in_method
-        is_inside = before or (self.phase is Phase.FORWARD and _is_in_forward(module))
+        is_inside = before or (self.phase is Phase.FORWARD and _calls(self) > 1)
         try:
             self._in_method = is_inside
             args, kwargs = self.pre_forward(module, args, kwargs)
@@ -252,6 +256,7 @@ class Unit:
                 else:
                     group.reshard_after_forward()
         self.phase, self._is_opaque = Phase.IDLE, False
+        self.to_run.clear()
 
     def _cast_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         dtype = self.mp_policy.param_dtype
@@ -261,7 +266,7 @@ class Unit:
 
     def _mark_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Put :class:`EndOfBackward` on the inputs that require gradients; under a transform, on all that may."""
-        wanted = _may_require_grad if self._is_transformed else attrgetter("requires_grad")
+        wanted = may_require_grad if self._is_transformed else attrgetter("requires_grad")
         inputs = list(filter(wanted, tree.tensors((args, kwargs) if kwargs else args)))
         if not inputs:
             return args, kwargs
@@ -273,12 +278,6 @@ class Unit:
         given: Any = (args, kwargs) if kwargs else args
         given = tree.replace_tensors(lambda tensor: found.get(id(tensor), tensor), given, self._replaced.of(module))
         return given if kwargs else (given, kwargs)
-
-    def _mark_begin_transformed(self, output: Any) -> Any:
-        """Put :class:`BeginOfBackward` on the outputs, on each level of the transforms."""
-        found = list(filter(_may_require_grad, tree.tensors(output)))
-        marked = dict(zip(map(id, found), BeginOfBackward.apply(self, self._use, *found), strict=True))
-        return tree.map_tensors(lambda tensor: marked.get(id(tensor), tensor), output)
 
     def _mark_begin(self, found: Sequence[torch.Tensor]) -> object | None:
         """Put a hook, which is returned, on the outputs that require gradients.
@@ -352,12 +351,15 @@ class Unit:
 
     def finish_backward(self, schedule: Schedule, ahead: bool = False) -> None:
         """Runs when the backward of the modules has ended: ``ahead`` of that of the whole tree, or together with it."""
-        self.phase, self._marked = Phase.IDLE, _NONE
         for group in self.groups:
             if group.options.strategy.reduces and (ahead or not schedule.root.finalizes_by_hand):
                 schedule.reduce(group)
             else:
                 group.gradients.wait_for_more()
+        if self.phase is Phase.FORWARD and not self._recomputes:
+            return  # a backward inside of the forward, which needs the parameters until it ends
+        self.phase, self._marked = Phase.IDLE, _NONE
+        self.to_run.clear()
         for group in self.needed:
             group.users.discard(self)
             if not group.users:
@@ -368,7 +370,6 @@ class Unit:
     def end_backward(self, schedule: Schedule) -> None:
         """Runs when the backward of the whole tree has ended."""
         self._in_backward, self._is_differentiated = {}, False
-        self.to_run.clear()
         left = [group for group in self.needed if group.full.state is not State.SHARDED or group.gradients.pending]
         if left or self.phase is not Phase.IDLE:  # otherwise all was done when its own backward ended
             self.finish_backward(schedule)
@@ -485,16 +486,15 @@ def schedule_of(model: nn.Module, who: str) -> Schedule:
     return unit.schedule or unit.start()
 
 
-def _may_require_grad(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _is_in_forward(module: nn.Module) -> bool:
-    """Whether a call of ``module`` is among the callers, and not one that an error ended. Programs may replace
+def _calls(unit: Unit) -> int:
+    """The calls of a unit's modules among the callers, without those that an error ended. Programs may replace
     ``forward`` by any function."""
-    frame = inspect.currentframe()
+    count, frame = 0, inspect.currentframe()
     while frame is not None:
-        if frame.f_code is nn.Module.__call__.__code__ and frame.f_locals.get("self") is module:
-            return True
+        caller = frame.f_locals.get("self") if frame.f_code in _CALLS else None
+        count += caller is unit or caller in unit.modules
         frame = frame.f_back
-    return False
+    return count
+
+
+_CALLS = nn.Module.__call__.__code__, Unit.run_method.__code__
