@@ -24,6 +24,7 @@ from fullshard import WirePolicy, checkpoint
 from fullshard.comm.waits import WAITS, Wait, describe
 from fullshard.group.parameter import local_tensor
 from fullshard.optim import LocalSteps, ShardedGradScaler
+from fullshard.wire_policy import EXACT
 from tests.fully_shard.cases import inputs, shard_mlp
 from tests.harness import RankPool, World, failure_report, ranks
 from tests.harness.compare import whole
