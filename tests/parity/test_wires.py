@@ -1,7 +1,7 @@
 """Parity with wires: sharded training against the same training unsharded that encodes what ranks would send.
 
 The reference knows no layouts and no messages. It cuts tensors as ``torch.chunk`` does, and takes from the library only
-the encodings, which tests/comm/test_encodings.py proves. What two ranks add up is then equal to the last bit.
+the encodings, which tests/test_encodings.py proves. What two ranks add up is then equal to the last bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import fullshard
 from fullshard import WirePolicy
-from fullshard.comm.encodings import Encoding, encoding
+from fullshard.encodings import Encoding, encoding
 from fullshard.group.parameter import local_tensor
 from fullshard.optim import ShardedGradScaler
 from fullshard.wire_policy import EncodingName
