@@ -32,7 +32,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.strategies import DDP, Options, measure, print_table
 from fullshard import WirePolicy, fully_shard
 from fullshard.comm.encoded import PARCEL
-from fullshard.comm.encodings import encoding
+from fullshard.encodings import encoding
 from fullshard.optim import LocalSteps
 
 OPTIONS: Options = {

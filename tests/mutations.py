@@ -113,16 +113,16 @@ MUTATIONS = (
         "tests/group/test_feedback.py::test_what_was_lost_stays_when_other_parameters_are_frozen",
     ),
     Mutation(
-        "comm/encodings.py",
+        "encodings.py",
         "is_odd = scales < 0",
         "is_odd = scales < -1",
-        "tests/comm/test_encodings.py::test_infinities_and_nan_stay_in_their_places",
+        "tests/test_encodings.py::test_infinities_and_nan_stay_in_their_places",
     ),
     Mutation(
-        "comm/encodings.py",
+        "encodings.py",
         '_levels, _scale_dtype, _kernel, _exponent = 15, torch.float16, "4bit", 14',
         '_levels, _scale_dtype, _kernel, _exponent = 15, torch.float16, "4bit", 17',
-        "tests/comm/test_encodings.py::test_an_error_is_within_the_step_of_its_block",
+        "tests/test_encodings.py::test_an_error_is_within_the_step_of_its_block",
     ),
     # where parameters lie
     Mutation(

@@ -19,6 +19,7 @@ LAYERS = (
     ("torch_private", "tree", "policies", "offload_policy", "wire_policy", "_renamed"),
     ("buffer.plan",),
     ("device",),
+    ("encodings",),
     ("buffer",),
     ("disk",),
     ("comm",),

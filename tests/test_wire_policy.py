@@ -13,6 +13,8 @@ import torch
 import fullshard
 from fullshard import WirePolicy
 from fullshard.fully_shard import _tell_of_shared_memory
+from fullshard.group.parameter import local_tensor
+from tests.fully_shard.cases import groups_of
 from tests.harness import RankPool, World, ranks
 from tests.harness.models import MLP, seeded
 
@@ -91,6 +93,32 @@ def test_communication_of_users_has_no_wire(world: World, method: str) -> None:
     model: Any = fullshard.fully_shard(seeded(MLP), wire_policy=INT8)
     with pytest.raises(ValueError, match=f"{method} moves what the root sends as it is, and a wire_policy encodes it"):
         getattr(model, method)(AnyComm())
+
+
+def outputs(wire: WirePolicy, **options: Any) -> list[torch.Tensor]:
+    """The output and the gradients of a model."""
+    model: Any = fullshard.fully_shard(seeded(MLP), wire_policy=wire, **options)
+    for group in groups_of(model):
+        group.shard.map_shared = lambda: False  # type: ignore[method-assign]  # there is not enough
+    found = model(torch.linspace(0, 1, 18).view(3, 6))
+    found.square().sum().backward()
+    return [found.detach(), *(local_tensor(param.grad) for param in model.parameters())]
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("transport", ["p2p", "collective"])
+def test_a_rank_that_shards_alone_sends_and_encodes_nothing(world: World, transport: str) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    mesh = world.mesh(world.size, 1, names=("replicate", "shard"))
+    policy = WirePolicy(gather="int4", reduce="int4", min_numel=0)
+    assert all(map(torch.equal, outputs(policy, mesh=mesh), outputs(WirePolicy(), mesh=mesh)))
+
+
+@ranks(2)
+def test_gathers_are_encoded_where_there_is_too_little_shared_memory(world: World) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = "shm"
+    exact, found = outputs(WirePolicy())[0], outputs(WirePolicy(gather="int4", reduce="int4", min_numel=0))[0]
+    assert 1e-6 < float((found - exact).abs().max()) < 1
 
 
 @ranks(2)

@@ -24,6 +24,7 @@ from fullshard import policies
 from fullshard import raw_errors as _raw_errors  # noqa: F401  its import registers advice on errors
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.select import select_transport
+from fullshard.comm.transport import DIRECTIONS, Direction
 from fullshard.comm.waits import WAITS
 from fullshard.device import CPU, compute_device, move_to_device
 from fullshard.group.context import GroupOptions
@@ -216,8 +217,9 @@ def fully_shard(
 
 
 @cache
-def _tell_of_shared_memory() -> None:
-    _log.warning("wire_policy encodes nothing: these ranks share memory, so they send nothing to one another")
+def _tell_of_shared_memory(unsent: tuple[Direction, ...]) -> None:
+    what = "nothing" if unsent == DIRECTIONS else "no gathers" if "gather" in unsent else "no reductions"
+    _log.warning(f"wire_policy encodes {what}: these ranks share memory, so they send nothing to one another")
 
 
 fully_shard.state = unit_of  # type: ignore[attr-defined]
@@ -254,9 +256,10 @@ def add_group(
         )
     watch_steps()
     transport = select_transport(process_group, unit.device)
-    if transport.private is not transport and not options.wire.is_exact:
-        _tell_of_shared_memory()
     group = group_class(params, unit.modules, data, unit.device, options, transport, tag)
+    if data.shard_size > 1 and not options.wire.is_exact:
+        shared = tuple(each for each in DIRECTIONS if getattr(options.wire, each) != "exact" and not group.wire(each))
+        _tell_of_shared_memory(shared) if shared else None
     unit.groups.append(group)
     register(group, [(index, param) for index, param in enumerate(originals) if owner_of(param) is None])
     for param, original in zip(params, originals, strict=True):

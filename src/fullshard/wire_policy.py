@@ -29,8 +29,8 @@ class WirePolicy:
         error_feedback: add what an encoding of gradients has lost to the gradients of the next step. Each rank keeps it
             in bf16, 2 bytes for each element of the gradients. :func:`fullshard.checkpoint.save` saves it, summed over
             the ranks, except for what is lost between replicas (``outer_wire_policy``), which begins anew after a load.
-        min_numel: parameters with fewer elements, such as norms and biases, travel as they are. So do parameters in
-            fp64, in complex numbers, in integers and in packed formats.
+        min_numel: parameters with fewer elements, over all ranks, travel as they are. So do parameters in fp64,
+            complex numbers, integers and packed formats.
 
     Raises:
         TypeError: ``error_feedback`` is not a bool.

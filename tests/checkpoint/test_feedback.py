@@ -131,7 +131,7 @@ def run(pool: RankPool, function: Callable[..., Any], size: int, *args: Any) -> 
     return outcomes[0].value
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, 4])
 def test_it_is_loaded_on_another_number_of_ranks_with_another_wire(
     rank_pool: RankPool, tmp_path: Path, size: int
 ) -> None:

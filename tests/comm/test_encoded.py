@@ -11,9 +11,9 @@ import torch
 
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.encoded import write_letter
-from fullshard.comm.encodings import Encoding, encoding
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.transport import Feedback, Reduction, Transfer, Transport, Wire
+from fullshard.encodings import Encoding, encoding
 from fullshard.wire_policy import EncodingName
 from tests.comm.cases import (
     EMPTY,

@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 import fullshard
+from fullshard.optim import ShardedGradScaler
 from tests.fuzz import sharding
 from tests.fuzz.checkpoints import cloned
 from tests.fuzz.layout import local, shown_parameters
 from tests.fuzz.models import Control
 from tests.fuzz.sharding import plain_name
-from tests.fuzz.steps import PATTERNS, Batch, Call, objective
+from tests.fuzz.steps import PATTERNS, Batch, Call, Several, objective
 from tests.harness.faults import Fault, failing
 
 if TYPE_CHECKING:
@@ -343,6 +344,34 @@ class Raise(Action):
         except Fault:
             return True
         return False
+
+
+@dataclass(frozen=True)
+class SkipStep(Action):
+    """Gradients are infinite on the first rank, a scaler skips the step on all, and the user clears them."""
+
+    def apply(self, run: Run) -> None:
+        (batches,) = run.next_batches(1)
+        run.reference.refresh()
+        trains = False
+        for rank, worker in enumerate(run.reference.copies):
+            with run.as_reference():
+                trains = objective(Call(worker)(batches[rank])).requires_grad
+        loss = objective(Call(run.model)(batches[run.world.rank]))
+        run.is_unsettled = not trains
+        optimizers = run.optimizer if isinstance(run.optimizer, Several) else [run.optimizer]
+        if trains:
+            scaler = ShardedGradScaler("cpu", init_scale=1.0)
+            (scaler.scale(loss) * (torch.inf if run.world.rank == 0 else 1.0)).backward()
+            if run.finalizes_by_hand:
+                run.model.finalize_backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            if scaler.get_scale() != 0.5:
+                run.note("the scaler found no infinity")
+        for optimizer in (run.reference.optimizer, run.optimizer):
+            optimizer.zero_grad()
 
 
 @dataclass(frozen=True)

@@ -412,6 +412,9 @@ class _Generator:
                 done.append(self.action(kind, model, sharding, known and not dropped))
         if not isinstance(done[-1], do.Train):
             done.append(self.train(sharding))
+        skips = random.Random(f"skipped step of {self.seed}")  # apart, so that the programs of old seeds stay alike
+        if skips.random() < 0.25 and not (sharding.disk is not None or model.dtype == "bfloat16"):
+            done.insert(skips.choice([at for at, each in enumerate(done) if isinstance(each, do.Train)]), do.SkipStep())
         return tuple(done)
 
     def action(self, kind: str, model: ModelSpec, sharding: Sharding, complete: bool) -> do.Action:

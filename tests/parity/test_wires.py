@@ -1,7 +1,7 @@
 """Parity with wires: sharded training against the same training unsharded that encodes what ranks would send.
 
 The reference knows no layouts and no messages. It cuts tensors as ``torch.chunk`` does, and takes from the library only
-the encodings, which tests/comm/test_encodings.py proves. What two ranks add up is then equal to the last bit.
+the encodings, which tests/test_encodings.py proves. What two ranks add up is then equal to the last bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import fullshard
 from fullshard import WirePolicy
-from fullshard.comm.encodings import Encoding, encoding
+from fullshard.encodings import Encoding, encoding
+from fullshard.group.parameter import local_tensor
+from fullshard.optim import ShardedGradScaler
 from fullshard.wire_policy import EncodingName
 from tests.harness import World, ranks
 from tests.harness.compare import (
@@ -124,7 +126,7 @@ def train_with_wires(
             for micro in range(training.micro_batches):
                 worker.begin()
                 loss = training.loss(worker, training.micro(step, other, size, micro))
-                loss.backward()
+                optimizer.scaler.scale(loss).backward()
                 losses += [loss.detach()] if other == rank else []
                 for name, gradient in worker.gradients().items():
                     travels = gradient.to(precision.reduce_dtype or gradient.dtype)
@@ -148,7 +150,11 @@ def train_with_wires(
                     [outer_wire.summed(f"{name} {at}", [*each], 1, param.numel()) for at, each in enumerate(cut)]
                 )
             param.grad = total.to(param.dtype)
+        before = optimizer.scaler.get_scale()
         optimizer.step(losses)
+        factor = optimizer.scaler.get_scale() / before
+        for each in (wire, outer_wire):  # a step was skipped if the scale is smaller
+            each.lost = {key: lost * factor for key, lost in each.lost.items() if factor >= 1}
     return optimizer.steps
 
 
@@ -232,6 +238,36 @@ def with_a_frozen_block() -> MLP:
 @each_transport
 def test_frozen_parameters(world: World, transport: str) -> None:
     check(world, transport, INT8, build=with_a_frozen_block)
+
+
+def numbered(seed: int) -> tuple[Tensor, Tensor]:
+    return *random_batch(4, 6)(seed), torch.tensor(seed)
+
+
+def overflowing(call: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    """A loss whose gradients are infinite or NaN on the first rank of two in the second step."""
+    loss: Tensor = call(batch[0]).square().mean()
+    return loss + (loss - loss.detach()).sqrt() if int(batch[1]) == 2 else loss
+
+
+def without_infinities(model: torch.nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            local_tensor(param.grad).nan_to_num_(0.0, 0.0, 0.0)
+
+
+@on_ranks(2)
+@each_transport
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+def test_a_step_that_a_scaler_skips_leaves_nothing_and_the_scale_is_followed(
+    world: World, transport: str, name: str
+) -> None:
+    steps = {"loss": overflowing, "batch": numbered, "steps": 4, "after_backward": without_infinities}
+    check(world, transport, POLICIES[name], scaler=scaler, **steps)
+
+
+def scaler() -> ShardedGradScaler:
+    return ShardedGradScaler("cpu", init_scale=8.0, growth_interval=1)
 
 
 def branches(seed: int) -> tuple[Tensor, Tensor]:

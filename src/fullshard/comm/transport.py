@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from fullshard.buffer.plan import Piece, Plan
 from fullshard.buffer.shared_memory import Segment
-from fullshard.comm.encodings import Encoding, encoding
 from fullshard.comm.local_ranks import PassBarrier
 from fullshard.device import Done, Pending
+from fullshard.encodings import Encoding, encoding
 from fullshard.wire_policy import WirePolicy
 
 Direction = Literal["gather", "reduce"]  # shards to all ranks, or the values of all ranks to shards

@@ -139,10 +139,23 @@ class GroupContext:
         return policy if dtype is None else replace(policy, param_dtype=dtype)
 
     def wire(self, direction: Direction, outer: bool = False) -> Wire | None:
-        """How messages between the ranks that shard, or the ``outer`` ones between replicas, are encoded. Where ranks
-        share memory they send nothing, and nothing is encoded."""
-        is_sent = outer or self.transport.private is self.transport
-        return make_wire(self.options.outer_wire if outer else self.options.wire, direction) if is_sent else None
+        """How messages between the ranks that shard, or the ``outer`` ones between replicas, are encoded. A rank alone
+        and ranks that share memory send nothing, and nothing is encoded."""
+        if outer:
+            return make_wire(self.options.outer_wire, direction) if self.data.replicate_size > 1 else None
+        shares = self.reduce_transport.private is not self.reduce_transport
+        if self.data.shard_size == 1 or (self.shares_parameters if direction == "gather" else shares):
+            return None
+        return make_wire(self.options.wire, direction)
+
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether the transport has memory that all ranks see for parameters, and nothing stands in the way."""
+        if not (self.params and self.may_share) or self.transport.private is self.transport:
+            return False
+        if self.data.shard_group is None or self.options.post_forward_mesh is not None or self.data.shards_replicas:
+            return False
+        return not (self.offloaded.reads_parameters or any(param.extends for param in self.params))
 
     @property
     def has_feedback(self) -> bool:

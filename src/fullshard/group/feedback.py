@@ -25,6 +25,7 @@ from fullshard.comm.transport import PLAIN_SUM, Feedback, Reduction, Transfer, W
 from fullshard.comm.waits import waiting
 from fullshard.group.context import GroupContext
 from fullshard.group.gradient_views import WholeViews
+from fullshard.group.parameter import local_tensor
 from fullshard.group.reduction import Part, ReductionPlan
 
 _DTYPE = torch.bfloat16
@@ -48,6 +49,9 @@ class GradientFeedback:
         self._lost_by_full: dict[int, torch.Tensor] = {}  # the same, by the id of a section of the gradient buffer
         self._loaded: dict[int, torch.Tensor] = {}  # what a checkpoint had, until a reduction needs it
         self._was_loaded = False
+        #: The same between replicas: where the last reduction of each parameter kept it.
+        self.between_replicas: dict[int, torch.Tensor] = {}
+        self._delivered = -1  # the writes to the shard when reduced gradients came to ``param.grad`` last
 
     @property
     def has_lost(self) -> bool:
@@ -57,6 +61,24 @@ class GradientFeedback:
     def tensors(self) -> list[torch.Tensor]:
         """The memory that it takes."""
         return [] if self._lost is None else [*self._lost_by_full.values(), *self._lost.zero_copy.values()]
+
+    def scale(self, factor: float) -> None:
+        """Multiply everything that was lost; by 0, also when the gradients are given up that lost it."""
+        for lost in (*self.tensors(), *self.between_replicas.values()):
+            lost.mul_(factor) if factor else lost.zero_()
+
+    def note_delivery(self) -> None:
+        """Note that reduced gradients have come to ``param.grad``."""
+        self._delivered = self._group.writes
+
+    def forget_given_up(self) -> None:
+        """Forget what was lost of gradients that were reduced, and then cleared without a step of an optimizer."""
+        is_counted = self._group.step.optimizer_steps > 0  # else users may step without an optimizer
+        if is_counted and self._delivered == self._group.writes:
+            grads = (param.sharded.grad for param in self._group.params)
+            if not any(grad is not None and bool(local_tensor(grad).any()) for grad in grads):
+                self.scale(0.0)
+                self._delivered = -1
 
     def lay_out(self, views: WholeViews, sections: Sequence[Section], fulls: Sequence[torch.Tensor]) -> None:
         """Use the layout of gradients with these views in ``fulls`` from now on."""

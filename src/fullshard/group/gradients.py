@@ -340,6 +340,8 @@ class Gradients:
             gap.zero_()
         is_final = sums or (group.data.replicate_group is None and group.options.all_reduce_hook is None)
         plan = self._plans.get((wanted, is_final)) or self._plan_reduction(wanted, is_final)
+        if plan.on_delivery is not None:
+            self.feedback.forget_given_up()
         reductions, lane = group.comm.reductions, group.comm.lanes.reduce
         zero_copy = list(map(self._views.zero_copy.pop, plan.zero_copy))
         dropped = reductions, reductions.drops
@@ -357,6 +359,7 @@ class Gradients:
     def lost(self) -> dict[int, torch.Tensor]:
         """What the next gradients lack, see :meth:`GradientFeedback.summed`. Ranks: all ranks of the group, between
         steps."""
+        self.feedback.forget_given_up()
         if not self.feedback.has_lost:
             return self.feedback.summed(None)
         if not self._arrived and self._module_params.trainable != self._trainable:
@@ -409,8 +412,11 @@ class Gradients:
         made = self._plans[wanted, is_final] = ReductionPlan(parts, is_final, sums, packed, zero_copy, wire)
         if own:
             plans, dtypes = [part.plan for part in parts], [part.full.dtype for part in parts]
-            made.replica = ReplicaGradients(group, plans, [part.plan for part in own], dtypes)
+            indices, kept = [part.indices for part in own], self.feedback.between_replicas
+            made.replica = ReplicaGradients(group, plans, [part.plan for part in own], dtypes, indices, kept)
             made.replica_parts = own
+        if group.wire("reduce") is not None or group.wire("reduce", outer=True) is not None:
+            made.on_delivery = self.feedback.note_delivery
         return made
 
     def _gradients_in(
@@ -429,5 +435,6 @@ class Gradients:
             if plan.replica is not None:
                 plan.replica.buffer.give_back()
         self._views.zero_copy.clear()
+        self.feedback.scale(0.0)  # it may be of gradients that are dropped
         self._writes = False
         self._buffer.give_back()

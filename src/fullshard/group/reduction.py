@@ -69,6 +69,7 @@ class ReductionPlan:
     replica: ReplicaGradients | None = None  # where the parts' values are added up next, if replicas shard them
     replica_parts: Sequence[Part] = ()  # what comes of it
     route: Route | None = None  # once a reduction was started
+    on_delivery: Callable[[], None] | None = None  # is called when ``param.grad`` has the gradients
 
 
 @dataclass(eq=False, slots=True)
@@ -190,6 +191,8 @@ class PendingReduction:
         """Set ``param.grad`` of the sharded parameters to the reduced chunks, or add these to what is there. Where some
         are offloaded to the CPU: only of these, or only of the others."""
         group, grads = self._group, self._locals()
+        if self._plan.on_delivery is not None:
+            self._plan.on_delivery()
         if group.offloads_to_host:
             grads = [each for each in grads if (each[0] in group.offloaded.parameters) is offloaded]
         is_final = not after_accumulation(group.sharded)  # otherwise optimizers may step now, from memory

@@ -78,12 +78,16 @@ class ReplicaShard:
 
 @dataclass(eq=False)
 class ReplicaGradients:
-    """The gradients of a replica, in ``dtypes``, as the shards of ``plans``; ``own`` cuts these over the replicas."""
+    """The gradients of a replica, in ``dtypes``, as the shards of ``plans``; ``own`` cuts these over the replicas. They
+    are of parameters with these ``indices``. ``kept`` has what encodings have lost of each, where that lay last."""
 
     group: GroupContext
     plans: Sequence[Plan]
     own: Sequence[Plan]
     dtypes: Sequence[torch.dtype]
+    indices: Sequence[Sequence[int]]
+    kept: dict[int, torch.Tensor]
+    _lost: dict[int, torch.Tensor] = field(default_factory=dict)
     _views: tuple[torch.Tensor, ...] = ()
     _route: Route | None = None
     buffer: SlotBuffer = field(init=False)
@@ -110,8 +114,14 @@ class ReplicaGradients:
             transport, over = self.group.reduce_transport.private, self.group.data.replicate_group
             wire = self.group.wire("reduce", outer=True)
             if wire is not None and self.group.options.outer_wire.error_feedback:
-                wire = wire._replace(
-                    feedback=Feedback([torch.zeros_like(v, dtype=torch.bfloat16) for v in self._views])
-                )
+                lost = [torch.zeros_like(view, dtype=torch.bfloat16) for view in self._views]
+                wire = wire._replace(feedback=Feedback(lost))
+                for indices, plan, memory in zip(self.indices, self.own, lost, strict=True):
+                    for index, start, param in zip(indices, plan.full_offsets, plan.params, strict=True):
+                        self._lost[index] = memory[start : start + param.numel]
             self._route = transport.reduce_route([*transfers], over, self.group.tag, wire)
+        for index, own in self._lost.items():
+            if (before := self.kept.get(index)) is not None and before is not own:
+                own.copy_(before)  # another set of parameters was reduced last
+            self.kept[index] = own
         return self._route.start(outputs, PLAIN_SUM)

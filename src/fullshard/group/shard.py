@@ -39,7 +39,7 @@ class ShardBuffer:
         self.views: tuple[torch.Tensor, ...] = ()  # of the sections; empty where they are on a disk
         self.on_disk: dict[int, DiskTensor] = {}  # the chunks that are, by index in the group
         self.memory: torch.Tensor | None = None  # of the views, if they are the full buffer
-        self.is_unmapped = self._may_share()  # whether ranks that are to share memory have not mapped it yet
+        self.is_unmapped = group.shares_parameters  # whether ranks that are to share memory have not mapped it yet
         self.shared: SharedChunks | None = None
         if self.is_unmapped and not self.is_meta:
             memory = group.transport.reserve_shared(full_bytes(group.sections, group.compute_dtypes))
@@ -62,17 +62,6 @@ class ShardBuffer:
         self.memory = self.memory if self.is_full else None
         self._reads = Work()
         self.poisons = os.environ.get("FULLSHARD_DEBUG", "0") not in ("", "0")
-
-    def _may_share(self) -> bool:
-        """Whether the transport has memory that all ranks see, and nothing stands in the way."""
-        group = self._group
-        if not (group.params and group.may_share) or group.transport.private is group.transport:
-            return False
-        if group.offloaded.reads_parameters:
-            return False
-        if group.data.shard_group is None or group.options.post_forward_mesh is not None or group.data.shards_replicas:
-            return False
-        return not any(param.extends for param in group.params)
 
     def map_shared(self) -> bool:
         """Map the memory that ranks share, on every rank. Returns whether there is enough, or nothing to map yet.

@@ -1,6 +1,7 @@
 """Gradient scaling for sharded gradients: a step that overflows on one rank is skipped by all.
 
-Owns the agreement of the ranks on whether a gradient is infinite or NaN. ``torch.amp.GradScaler`` does everything else.
+Owns the agreement of the ranks on whether a gradient is infinite or NaN, and what becomes of what encodings have lost
+of scaled gradients. ``torch.amp.GradScaler`` does everything else.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.waits import waiting
+from fullshard.group.feedback import GradientFeedback
 from fullshard.group.owners import owner_of
+from fullshard.group.param_group import ParamGroup
 from fullshard.torch_private import OpenGradScaler, local_of
 
 
@@ -48,6 +51,7 @@ class ShardedGradScaler(OpenGradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.process_group = process_group
         self._communicates_on = torch.device(device)
+        self._unscaled = dict[GradientFeedback, None]()  # what was lost of the gradients of this step
 
     def scale(self, outputs: Any) -> Any:
         """Multiply ``outputs``, a tensor or nested iterables of tensors, by the scale. Each tensor keeps its dtype."""
@@ -75,7 +79,23 @@ class ShardedGradScaler(OpenGradScaler):
         for group in groups:
             with waiting("the search for infinite gradients", group):
                 dist.all_reduce(worst, dist.ReduceOp.MAX, group)
+        owners = (owner[0] for param in params if (owner := owner_of(param)) is not None)
+        lost = dict.fromkeys(each.gradients.feedback for each in owners if isinstance(each, ParamGroup))
+        lost = {each: None for each in lost if each.tensors() or each.between_replicas}
+        if lost and bool(worst):  # the step is skipped
+            for each in lost:
+                each.scale(0.0)
+        self._unscaled |= lost
         return {where: worst.to(where, copy=True) for where in found or (found_inf.device,)}
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Update the scale, and what encodings have lost of gradients (:class:`WirePolicy`) to the new scale."""
+        unscaled, self._unscaled = self._unscaled, {}
+        before = self.get_scale() if unscaled else 1.0
+        super().update(new_scale)
+        factor = self.get_scale() / before if unscaled else 1.0
+        for lost in unscaled if factor != 1 else ():
+            lost.scale(factor)
 
 
 def _twin(param: DTensor) -> torch.Tensor:

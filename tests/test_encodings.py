@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fullshard.comm.encodings import Encoding, add_scaled, encoding
+from fullshard.encodings import Encoding, add_scaled, encoding
 from fullshard.wire_policy import EncodingName
 
 NAMES: tuple[EncodingName, ...] = ("bf16", "fp8", "int8", "int4")
