@@ -16,7 +16,17 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 #: From the bottom to the top: a file may import what stands in its own row or in one above it.
 LAYERS = (
-    ("torch_private", "tree", "policies", "offload_policy", "wire_policy", "ragged", "_renamed"),
+    (
+        "torch_private",
+        "tree",
+        "policies",
+        "offload_policy",
+        "wire_policy",
+        "ragged",
+        "waiting_grad",
+        "leaf_hooks",
+        "_renamed",
+    ),
     ("buffer.plan",),
     ("device",),
     ("buffer",),
@@ -28,6 +38,7 @@ LAYERS = (
     (
         "wrap",
         "meshes",
+        "members",
         "stages",
         "module",
         "overlaps",
@@ -36,6 +47,7 @@ LAYERS = (
         "raw_errors",
         "strangers",
         "finite",
+        "first_values",
         "skip_module",
         "fully_shard",
         "full_params",
