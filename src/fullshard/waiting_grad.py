@@ -7,9 +7,9 @@ meanwhile. It notes what users do to it, on every rank alike, without reading an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -116,3 +116,51 @@ def hide_waiting(param: torch.Tensor, shown: WaitingGrad) -> None:
         shown._before_backward.remove()
     if param.grad is shown and shown.is_blank and not (shown.was_written and shown.numel()):
         param.grad = None
+
+
+class Waits(Protocol):
+    """A parameter: what users see of it, and zeros as a gradient of it."""
+
+    @property
+    def sharded(self) -> torch.Tensor: ...
+    def blank_gradient(self, dtype: torch.dtype) -> torch.Tensor: ...
+
+
+class ForOneDtype(Protocol):
+    """Parameters whose gradients users see in one dtype, by index."""
+
+    @property
+    def members(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class ShownGrads:
+    """What is shown of the gradients of ``params`` that wait: ``grads``, by index."""
+
+    def __init__(self, params: Sequence[Waits]) -> None:
+        self._params = params
+        self.grads: dict[int, WaitingGrad] = {}
+
+    def show(self, sections: Iterable[ForOneDtype], indices: Container[int]) -> None:
+        """Show that the gradients with these indices wait."""
+        for section in sections:
+            for index in section.members:
+                if index in indices and index not in self.grads:
+                    param = self._params[index]
+                    shown = show_waiting(param.sharded, partial(param.blank_gradient, section.dtype))
+                    if shown is not None:
+                        self.grads[index] = shown
+
+    def take_cleared(self) -> list[int]:
+        """The indices of gradients that users have cleared, which are no longer shown."""
+        cleared = [index for index, grad in self.grads.items() if is_cleared(self._params[index].sharded, grad)]
+        for index in cleared:
+            hide_waiting(self._params[index].sharded, self.grads.pop(index))
+        return cleared
+
+    def hide(self) -> None:
+        """Show nothing any more."""
+        for index, grad in self.grads.items():
+            hide_waiting(self._params[index].sharded, grad)
+        self.grads.clear()

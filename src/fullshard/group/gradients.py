@@ -10,7 +10,7 @@ several. Between micro-batches without reduction the buffer stays with the group
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -32,7 +32,7 @@ from fullshard.group.reduction import Part, PendingReduction, ReductionPlan, mak
 from fullshard.group.replica import ReplicaGradients
 from fullshard.group.strategy import Placement
 from fullshard.torch_private import foreach_add
-from fullshard.waiting_grad import WaitingGrad, hide_waiting, is_cleared, show_waiting
+from fullshard.waiting_grad import ShownGrads
 
 #: Plans of reductions that a group keeps: programs that drop layers at random have a set of parameters for each step.
 MOST_PLANS = 16
@@ -60,7 +60,7 @@ class Gradients:
         self._waiting: dict[int, torch.Tensor] = {}
         self._waiting_bytes = 0
         self._arrived: set[int] = set()
-        self.shown: dict[int, WaitingGrad] = {}  # what users see meanwhile, of those that wait after a backward
+        self.shown = ShownGrads(group.params)  # what users see of those that wait after a backward
         self._partial: dict[int, torch.Tensor] = {}
         self.feedback = GradientFeedback(group)
         self._lay_out((False,) * len(group.params))  # what is trained is known when gradients come
@@ -90,7 +90,7 @@ class Gradients:
     @property
     def pending(self) -> bool:
         """Whether gradients wait to be reduced."""
-        if self.shown:
+        if self.shown.grads:
             self._drop_cleared()
         return bool(self._arrived or self._waiting or (self._partial and self._group.options.strategy.all_reduces))
 
@@ -154,7 +154,7 @@ class Gradients:
     def _take(self, index: int, grad: torch.Tensor) -> None:
         param = self._group.params[index]
         if not self._waiting:
-            if self.shown:
+            if self.shown.grads:
                 self._drop_cleared()
             if not self._arrived and self._module_params.trainable != self._trainable:
                 self._lay_out(self._module_params.trainable)
@@ -235,23 +235,13 @@ class Gradients:
         No rank could show the gradients themselves."""
         self.copy_waiting()
         if self._arrived and not self._group.options.strategy.reduces:
-            self._show(self._arrived)
-
-    def _show(self, indices: Set[int]) -> None:
-        for section in self._sections:
-            for index in indices & frozenset(section.members) - self.shown.keys():
-                param = self._group.params[index]
-                if (shown := show_waiting(param.sharded, partial(param.blank_gradient, section.dtype))) is not None:
-                    self.shown[index] = shown
+            self.shown.show(self._sections, self._arrived)
 
     def _drop_cleared(self) -> None:
         """Drop gradients that were cleared while they waited. No others: an optimizer clears only its own."""
-        params = self._group.params
-        cleared = [index for index, grad in self.shown.items() if is_cleared(params[index].sharded, grad)]
-        if self._partial and cleared:
+        if (cleared := self.shown.take_cleared()) and self._partial:
             self._group.comm.reductions.wait_for_oldest()
         for index in cleared:
-            hide_waiting(params[index].sharded, self.shown.pop(index))
             self._arrived.discard(index)
             self._partial.pop(index, None)
             self._views.zero_copy.pop(index, None)
@@ -262,9 +252,7 @@ class Gradients:
     def hide(self) -> None:
         """Stop showing that gradients wait, and drop those that were cleared."""
         self._drop_cleared()
-        for index, grad in self.shown.items():
-            hide_waiting(self._group.params[index].sharded, grad)
-        self.shown.clear()
+        self.shown.hide()
 
     def _take_buffer(self) -> None:
         """Get the buffer to write to, once few enough reductions read theirs."""
@@ -330,7 +318,7 @@ class Gradients:
             with torch.inference_mode(False), torch.no_grad():
                 return self.reduce()
         group = self._group
-        if self.shown:
+        if self.shown.grads:
             self.hide()
         self.copy_waiting()
         if not self._arrived and self._module_params.trainable != self._trainable:
@@ -374,7 +362,7 @@ class Gradients:
                 mark = lane.run(reducing.start, reducing.scattered)
         reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, zero_copy, self._buffer.give_back))
         if not (group.data.replicate_group is None or group.options.strategy.all_reduces):
-            self._show(wanted)
+            self.shown.show(self._sections, wanted)
 
     @torch.inference_mode(False)
     @torch.no_grad()
