@@ -16,7 +16,16 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 #: From the bottom to the top: a file may import what stands in its own row or in one above it.
 LAYERS = (
-    ("torch_private", "tree", "policies", "offload_policy", "wire_policy", "_renamed"),
+    (
+        "torch_private",
+        "tree",
+        "policies",
+        "offload_policy",
+        "wire_policy",
+        "waiting_grad",
+        "leaf_hooks",
+        "_renamed",
+    ),
     ("buffer.plan",),
     ("device",),
     ("encodings",),
@@ -30,6 +39,7 @@ LAYERS = (
     (
         "wrap",
         "meshes",
+        "members",
         "stages",
         "module",
         "overlaps",
@@ -38,6 +48,7 @@ LAYERS = (
         "raw_errors",
         "strangers",
         "finite",
+        "first_values",
         "skip_module",
         "fully_shard",
         "full_params",

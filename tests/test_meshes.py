@@ -141,6 +141,13 @@ def test_meshes_of_other_than_one_or_two_dims_are_refused(shape: tuple[int, ...]
         Library(library).fully_shard(nn.Linear(6, 5), mesh=init_device_mesh("cpu", shape))
 
 
+@ranks(2)
+def test_names_that_contradict_the_places_of_dims_are_refused(world: World) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "dp_replicate"))
+    with pytest.raises(ValueError, match=r"replicates over the first dim .* \('dp_shard', 'dp_replicate'\): exchange"):
+        fullshard.fully_shard(nn.Linear(2, 2), mesh=mesh)
+
+
 @pytest.mark.parametrize("library", ["fullshard", "torch"])
 def test_a_two_dimensional_mesh_without_names_is_refused(library: str) -> None:
     with fake_world(8), pytest.raises(AssertionError, match="mesh_dim_names"):

@@ -131,6 +131,15 @@ def test_copies_refuse_and_train(world: World) -> None:
 
 
 @ranks(2)
+def test_a_module_with_a_tied_parameter_is_called_by_its_own_name(world: World) -> None:
+    model: Any = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False))
+    model[1].weight = model[0].weight
+    fullshard.fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"'1' \(Linear\) was called outside the forward"):
+        model[1](torch.ones(1, 4))
+
+
+@ranks(2)
 def test_plain_state_dicts_are_refused(world: World) -> None:
     model, other = composable(), seeded(Model, 1).state_dict()
     with pytest.raises(RuntimeError, match=r"'embedding.weight' is sharded, and load_state_dict.* shape \(7, 4\)"):

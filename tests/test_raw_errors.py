@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import raw_errors
@@ -54,6 +55,19 @@ def sum_rows() -> None:
     optimizer = Rows(model.parameters(), {})
     model(X).sum().backward()
     optimizer.step()
+
+
+def clip_over_two_meshes() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    fullshard.fully_shard(model[0], mesh=mesh)
+    fullshard.fully_shard(model)
+    model(X).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def run_out_of_memory() -> None:
+    torch.empty(1 << 60)
 
 
 def load_plain_state() -> None:
@@ -110,6 +124,8 @@ def print_a_norm() -> None:
 MISTAKES: dict[Callable[[], None], str] = {
     penalized_loss: "the loss is a DTensor: .* penalty = weight.norm\\(\\).full_tensor\\(\\)",
     clip_with_a_forgotten_root: "sharded and unsharded gradients: parameters of the MLP .* \\['scale'\\].* Call fully",
+    clip_over_two_meshes: "gradients on several meshes.*get_total_norm.*clip_grads_with_norm_",
+    run_out_of_memory: "ran out of memory.*fullshard fit",
     sum_rows: "Rows steps on DTensors, .* such as AdamW",
     load_plain_state: "the state 'exp_avg' of AdamW is a plain tensor",
     fail_in_a_closure: "the loss is a DTensor",
@@ -160,3 +176,16 @@ def test_the_advice_is_printed_with_the_error_that_ends_the_program(world: World
     refused, other = printed
     assert refused.index("mixed torch.Tensor and DTensor") < refused.index("fullshard: between uses, the parameters")
     assert other.endswith("'no number'\n")
+
+
+@ranks(2)
+def test_an_error_of_all_ranks_is_printed_whole_by_one(world: World) -> None:
+    printed: list[BaseException] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
+        patch.setattr(watch, "_watch", None)
+        watch._follow_errors()
+        with pytest.raises(ValueError, match="do not shard the same") as raised:
+            fullshard.fully_shard(nn.Linear(4, 4 + world.rank))
+        sys.excepthook(raised.type, raised.value, raised.tb)
+    assert len(printed) == (world.rank == 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard.strangers import strangers_in
-from tests.harness import World, ranks
+from fullshard.strangers import strangers_in, warn_of_added_parameters
+from tests.fully_shard.cases import groups_of
+from tests.harness import World, fake_world, ranks
 from tests.harness.models import MLP
 
 
@@ -179,3 +181,29 @@ def test_another_model_in_the_same_optimizer_is_its_users_affair(world: World) -
 def test_one_rank_has_nothing_to_reduce(world: World) -> None:
     model = only_the_blocks()
     assert not told(sgd(model.parameters()).step)
+
+
+@ranks(2)
+def test_a_module_that_is_put_in_after_the_first_step_is_told(world: World) -> None:
+    model: Any = fullshard.fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    model(torch.ones(2, 6)).sum().backward()
+    model[1] = nn.Linear(6, 6)
+    with pytest.warns(UserWarning, match=r"were added after fully_shard: \['1.weight', '1.bias'\]"):
+        model(torch.ones(2, 6)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(2, 6)).sum().backward()
+
+
+def test_trainable_parameters_that_no_group_has_are_named() -> None:
+    with fake_world(2):
+        model = fullshard.fully_shard(nn.Linear(2, 2))
+        groups = groups_of(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warn_of_added_parameters([model], groups, set())
+            model.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+            model.known = nn.Parameter(torch.zeros(1))
+            warn_of_added_parameters([model], groups, {id(model.known)})
+        with pytest.warns(UserWarning, match=r"were added after fully_shard: \['known'\]"):
+            warn_of_added_parameters([model], groups, set())

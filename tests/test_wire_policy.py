@@ -91,7 +91,7 @@ class AnyComm:
 @pytest.mark.parametrize("method", ["set_custom_all_gather", "set_custom_reduce_scatter"])
 def test_communication_of_users_has_no_wire(world: World, method: str) -> None:
     model: Any = fullshard.fully_shard(seeded(MLP), wire_policy=INT8)
-    with pytest.raises(ValueError, match=f"{method} moves what the root sends as it is, and a wire_policy encodes it"):
+    with pytest.raises(ValueError, match=f"{method} moves messages as they are, and a wire_policy encodes them"):
         getattr(model, method)(AnyComm())
 
 

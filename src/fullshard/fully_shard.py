@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, TypedDict, Unpack, overload
 
 import torch
@@ -27,14 +27,24 @@ from fullshard.comm.select import select_transport
 from fullshard.comm.transport import DIRECTIONS, Direction
 from fullshard.comm.waits import WAITS
 from fullshard.device import CPU, compute_device, move_to_device
+from fullshard.first_values import FirstValues, verify_values
 from fullshard.group.context import GroupOptions
 from fullshard.group.mesh import DataMesh
 from fullshard.group.owners import owner_of, refuse_gradients, register
 from fullshard.group.param_group import ParamGroup
-from fullshard.group.parameter import Location, ShardedParameter
-from fullshard.group.verify import verify_parameters, verify_values
+from fullshard.group.parameter import ShardedParameter
+from fullshard.group.verify import verify_parameters
+from fullshard.members import (
+    Found,
+    check_modules,
+    free_parameters,
+    kept_apart,
+    managed_modules,
+    root_modules,
+    swapped_class,
+)
 from fullshard.meshes import data_mesh, default_mesh, shard_replicas
-from fullshard.module import ShardedModule, sharded_class
+from fullshard.module import ShardedModule
 from fullshard.offload_policy import CPUOffloadPolicy, DiskOffloadPolicy, OffloadPolicy
 from fullshard.optim.steps import watch_steps
 from fullshard.overlaps import refuse_overlaps
@@ -44,14 +54,10 @@ from fullshard.schedule.unit import Unit, unit_of
 from fullshard.stages import check_stage, check_threshold, check_wires, shards_replicas, strategy_of
 from fullshard.torch_private import BatchNorm, replicated
 from fullshard.wire_policy import EXACT, WirePolicy
-from fullshard.wrap import repeated_blocks, targets
+from fullshard.wrap import lambda_auto_wrap_policy, repeated_blocks, targets
 
-#: Parameters, each with all its locations in modules.
-_Found = dict[nn.Parameter, list[Location]]
 #: The user's placement for a parameter, see :class:`~fullshard.policies.ShardPlacementResult`.
 _PlacementFn = Callable[[nn.Parameter], Any] | None
-#: Attributes of every module. Of these only ``_parameters`` has parameters: the registered ones.
-_OF_MODULES = frozenset(nn.Module().__dict__)
 
 _log = logging.getLogger("fullshard")
 
@@ -99,7 +105,8 @@ def fully_shard(
     auto_wrap_policy: Any = None,
     check_values: bool = False,
 ) -> Any:
-    """Shard the parameters of ``module`` over the ranks of a mesh, in place.
+    """Shard the parameters of ``module`` over the ranks of a mesh, in place. A call that raises an error listed below
+    has changed nothing.
 
     ::
 
@@ -128,9 +135,9 @@ def fully_shard(
         dp_mesh_dims: the data-parallel dims of ``mesh``. All parameters are DTensors on that mesh.
         zero_stage: how much is sharded (Rajbhandari et al., "ZeRO", 2020). 3: parameters, gradients and optimizer
             state. 2: parameters are whole from forward to backward. 1: also across backwards without gradient sync, so
-            that several micro-batches communicate once for each optimizer step. 0: nothing is sharded, as in DDP; every
-            rank of the mesh is a replica. In every stage parameters are DTensors between steps, and a checkpoint of one
-            stage is loaded in any other.
+            that several micro-batches communicate once for each optimizer step. 0: nothing is sharded, and gradients
+            are all-reduced; every rank of the mesh is a replica. In every stage parameters are DTensors between steps,
+            and a checkpoint of one stage is loaded in any other.
         outer_zero_stage: what the replicas of a 2-D mesh have. 0: all of their shards, as in HSDP. 1: only a part of
             each, as of the optimizer state and the gradients; each shard is gathered over the replicas once for each
             optimizer step, and gradients are reduce-scattered over them in place of the all-reduce (the hybrid of
@@ -143,8 +150,8 @@ def fully_shard(
         outer_wire_policy: the same between the replicas of a 2-D mesh, with ``outer_zero_stage=1``.
         auto_wrap_policy: chooses submodules to shard before ``module``, with the same options or those that it
             returns; see ``fullshard.wrap``. One call on the root is then enough.
-        check_values: whether to compare the parameters' values between the ranks, in one pass over them. Ranks with
-            different seeds would otherwise shard different models.
+        check_values: whether to compare all values of the parameters between the ranks, in one pass over them. By
+            default the first forward compares some, of parameters that nobody has written until then.
 
     Returns:
         ``module`` itself, whose class is now ``FSDP<Name>``, a subclass of :class:`FSDPModule` and of its former class.
@@ -156,16 +163,64 @@ def fully_shard(
             that PyTorch has sharded; a mesh, divisor or placement that does not fit; a lazy parameter that is not
             initialized; a DTensor on the same ranks; parameters that an outer module has taken, that share memory with
             other tensors, or that differ between ranks (with ``check_values`` also in their values); a
-            ``CPUOffloadPolicy`` without a CPU backend.
+            ``CPUOffloadPolicy`` without a CPU backend; sparse gradients; a module of TorchScript.
         AssertionError: ``fully_shard`` was applied to the module before; a 2-D mesh without names; a shard dim that a
             parameter does not have.
         RuntimeError: a mesh without process groups.
-        TypeError: an argument of a wrong type.
+        TypeError: an argument of a wrong type; a class that can have no subclass.
 
     Ranks: all ranks of the mesh alike, in the same order.
     """
     given = dict(locals())
-    modules = _root_modules(module)
+    _check_call(calls := list[_Call](), **given)
+    for call in calls:  # all checks of all calls come before the first change
+        call.shard()
+    return module
+
+
+@dataclass
+class _Call:
+    """A call of :func:`fully_shard` that was checked: on no rank anything speaks against it."""
+
+    unit: Unit
+    params: Found
+    modules: Mapping[nn.Module, str]  # whose buffers move with the parameters
+    policy: MixedPrecisionPolicy
+    classes: Sequence[type]
+    groups: Sequence[Callable[[], None]]  # each adds a group to the unit
+
+    def shard(self) -> None:
+        move_to_device(self.params, self.modules, self.unit.device, self.policy.buffer_dtype)
+        for add in self.groups:
+            add()
+        borrow(self.unit)
+        attach(self.unit)
+        for module, cls in zip(self.unit.modules, self.classes, strict=True):
+            object.__setattr__(module, "__class__", cls)
+
+
+def _check_call(
+    calls: list[_Call],
+    module: Any,
+    mesh: DeviceMesh | None,
+    reshard_after_forward: bool | int | None,
+    shard_placement_fn: _PlacementFn,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    ignored_params: set[nn.Parameter] | None,
+    dp_mesh_dims: DataParallelMeshDims | None,
+    zero_stage: int,
+    outer_zero_stage: int,
+    persistence_threshold: int,
+    wire_policy: WirePolicy,
+    outer_wire_policy: WirePolicy,
+    auto_wrap_policy: Any,
+    check_values: bool,
+) -> None:
+    """Check a call of :func:`fully_shard`, and those for the modules that its policy chooses, which are to follow
+    ``calls``. Append them. Nothing is changed."""
+    given = dict(locals())
+    modules = root_modules(module)
     mp_policy = as_setting(mp_policy, MixedPrecisionPolicy, "mp_policy")
     offload_policy = as_setting(offload_policy, OffloadPolicy, "offload_policy")
     dims = None if dp_mesh_dims is None else as_setting(dp_mesh_dims, DataParallelMeshDims, "dp_mesh_dims")
@@ -181,39 +236,41 @@ def fully_shard(
     if auto_wrap_policy is not None:
         for root in modules:
             for inner, overrides in targets(root, auto_wrap_policy, torch_classes).items():
-                if unit_of(inner) is None:
-                    fully_shard(**{**given, "mesh": mesh, "auto_wrap_policy": None, "module": inner, **overrides})
+                if unit_of(inner) is None and not any(inner in call.unit.modules for call in calls):
+                    _check_call(**{**given, "mesh": mesh, "auto_wrap_policy": None, "module": inner, **overrides})
     after_forward = zero_stage == 3 if reshard_after_forward is None else reshard_after_forward
-    strategy_of(zero_stage, after_forward, data)  # raise errors before anything is changed
+    strategy_of(zero_stage, after_forward, data)
     if data.shard_group is not None and type(after_forward) is int and after_forward == 1:
         _log.warning("reshard_after_forward=1 keeps parameters whole after forward, as False does; True frees them")
     ignored = () if ignored_params is None else ignored_params
     if not isinstance(ignored, Iterable) or not all(isinstance(param, torch.Tensor) for param in ignored):
         raise TypeError(f"ignored_params must be a set of parameters, not of names or modules, got {ignored!r}")
     ignored = {*ignored, *(param for inner in torch_classes for param in inner.parameters())}
-    params = free_parameters(modules, ignored)
+    taken = {param for call in calls for param in call.params}
+    managed = managed_modules(modules, {inner for call in calls for inner in call.unit.modules})
+    check_modules(modules, managed)
+    params = free_parameters(managed, ignored | taken)
     _check_parameters(params, data if shard_placement_fn is None else None, device)  # else with its own mesh
     extents = refuse_overlaps(modules, params)
-    move_to_device(params, managed_modules(modules), device, mp_policy.buffer_dtype)
     mp_policy = _keep_batch_norm(mp_policy, params)
     auto_reshard = reshard_after_forward is None and zero_stage == 3
     unit = Unit(modules, device, replace(mp_policy, param_dtype_override_fn=None), auto_reshard)
     unit.ignored, unit.extents = {id(param) for param in ignored}, extents
+    found = list[tuple[list[ShardedParameter], DataMesh, GroupOptions]]()
     for own_mesh, sharded in _by_mesh(params, data, shard_placement_fn, mesh).items():
-        if check_values:
-            verify_values(sharded, own_mesh)
         stays_whole = 0 < sum(each.shape.numel() * each.dtype.itemsize for each in sharded) <= persistence_threshold
         unit.auto_reshard = unit.auto_reshard and not stays_whole
         strategy = strategy_of(zero_stage, False if stays_whole else after_forward, own_mesh)
         check_wires(wire_policy, outer_wire_policy, own_mesh)
-        options = GroupOptions(mp_policy, offload_policy, *strategy, wire_policy, outer_wire_policy)
-        add_group(unit, sharded, own_mesh, options)
-    borrow(unit)
-    attach(unit)
-    for target in modules:
-        cls: type = type(target)
-        target.__class__ = sharded_class(cls)
-    return module
+        found.append(
+            (sharded, own_mesh, GroupOptions(mp_policy, offload_policy, *strategy, wire_policy, outer_wire_policy))
+        )
+    classes, groups = [*map(swapped_class, modules)], list[Callable[[], None]]()
+    for sharded, own_mesh, options in found:
+        if check_values:
+            verify_values(sharded, own_mesh)
+        groups.append(check_group(unit, sharded, own_mesh, options))
+    calls.append(_Call(unit, params, managed, mp_policy, classes, groups))
 
 
 @cache
@@ -225,15 +282,17 @@ def _tell_of_shared_memory(unsent: tuple[Direction, ...]) -> None:
 fully_shard.state = unit_of  # type: ignore[attr-defined]
 
 
-def add_group(
+def check_group(
     unit: Unit,
     params: Sequence[ShardedParameter],
     data: DataMesh,
     options: GroupOptions,
     group_class: type[ParamGroup] = ParamGroup,
-) -> None:
-    """Shard ``params`` over ``data`` as a new group of ``unit``. All ranks of the mesh must call it."""
-    originals = [param.sharded for param in params]
+) -> Callable[[], None]:
+    """Check that ``params`` can be sharded over ``data``. All ranks of the mesh must call it.
+
+    Returns a function that shards them, as a new group of ``unit``.
+    """
     for param in params:
         param.overridden_dtype = options.mp_policy.overridden_dtype(param.sharded, param.name)
     options.mp_policy = replace(options.mp_policy, param_dtype_override_fn=None)
@@ -254,11 +313,21 @@ def add_group(
             f"has no backend, so clip_grad_norm_ and state dicts could not communicate: initialize it with both, as in "
             f"init_process_group('cpu:gloo,{unit.device.type}:nccl')"
         )
-    watch_steps()
     transport = select_transport(process_group, unit.device)
-    group = group_class(params, unit.modules, data, unit.device, options, transport, tag)
-    if data.shard_size > 1 and not options.wire.is_exact:
-        shared = tuple(each for each in DIRECTIONS if getattr(options.wire, each) != "exact" and not group.wire(each))
+    make = partial(group_class, params, unit.modules, data, unit.device, options, transport, tag)
+    return partial(_add_group, unit, params, make, FirstValues(params))
+
+
+def _add_group(
+    unit: Unit, params: Sequence[ShardedParameter], make: Callable[[], ParamGroup], values: FirstValues
+) -> None:
+    watch_steps()
+    originals = [param.sharded for param in params]
+    group = make()
+    values.keep(group)
+    if group.data.shard_size > 1 and not group.options.wire.is_exact:
+        wire = group.options.wire
+        shared = tuple(each for each in DIRECTIONS if getattr(wire, each) != "exact" and not group.wire(each))
         _tell_of_shared_memory(shared) if shared else None
     unit.groups.append(group)
     register(group, [(index, param) for index, param in enumerate(originals) if owner_of(param) is None])
@@ -278,63 +347,14 @@ def fully_shard_blocks(model: nn.Module, **options: Unpack[ShardOptions]) -> Sha
 
     Ranks: all alike.
     """
-    for block in repeated_blocks(model):
-        if unit_of(block) is None:
-            fully_shard(block, **options)
-    return fully_shard(model, **options)
+    if "auto_wrap_policy" in options:
+        raise TypeError("fully_shard_blocks chooses the modules inside itself: leave out auto_wrap_policy")
+    policy = partial(lambda_auto_wrap_policy, lambda_fn=set(repeated_blocks(model)).__contains__)
+    given: ShardOptions = {**options, "auto_wrap_policy": policy}
+    return fully_shard(model, **given)
 
 
-def _root_modules(module: Any) -> tuple[nn.Module, ...]:
-    """The modules of a call, without those that another one contains. Raises an error for those it cannot shard."""
-    modules = [module] if isinstance(module, nn.Module) else list(module) if isinstance(module, Iterable) else []
-    if not modules or not all(isinstance(each, nn.Module) for each in modules):
-        raise ValueError(f"fully_shard expects a module or a list of modules, got {module!r}")
-    for each in modules:
-        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
-            raise ValueError(
-                f"fully_shard does not support containers that do not implement forward: {type(each).__name__} is "
-                f"never run itself. Apply it to each of its members, or give it a list of them"
-            )
-        refuse_torchs(each)
-        if unit_of(each) is not None:
-            raise AssertionError(f"fully_shard was already applied to this {type(each).__name__}: call it only once")
-    inside = {id(inner) for each in modules for inner in each.modules() if inner is not each}
-    return tuple(dict.fromkeys(each for each in modules if id(each) not in inside))
-
-
-def refuse_torchs(module: nn.Module) -> None:
-    """Raise ValueError if torch's FSDP has sharded ``module`` or a module inside. It recognizes these by their class
-    names, because fullshard does not import torch's FSDP."""
-    torch_classes = replicated([module])
-    for name, inner in module.named_modules():
-        for cls in type(inner).__mro__ if inner is module or inner not in torch_classes else ():
-            known = cls.__name__ in ("FSDPModule", "FullyShardedDataParallel")
-            if known and cls.__module__.startswith("torch.distributed."):
-                which = f"'{name}' of this {type(module).__name__}" if name else f"this {type(module).__name__}"
-                raise ValueError(
-                    f"{which} was sharded by torch.distributed.fsdp before: shard the whole model either with it or "
-                    f"with fullshard, and import fully_shard or FullyShardedDataParallel from that one only"
-                )
-
-
-def free_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> _Found:
-    """The parameters of ``modules`` that belong to no group yet, with their locations."""
-    found: _Found = {}
-    for module, path in managed_modules(modules).items():
-        for name, param in module._parameters.items():
-            if param is not None and param not in ignored and owner_of(param) is None:
-                found.setdefault(param, []).append(Location(module, name, path))
-    return found
-
-
-def managed_modules(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """The modules inside of ``modules`` that are not sharded yet, parents before children, each with its path."""
-    inside = {inner for module in modules for inner in module.modules()}
-    passed = {inner for inner in inside.difference(modules) if unit_of(inner) is not None}  # with all below them
-    return {inner: path for module in modules for path, inner in module.named_modules(passed)}
-
-
-def _check_parameters(params: _Found, data: DataMesh | None, device: torch.device) -> None:
+def _check_parameters(params: Found, data: DataMesh | None, device: torch.device) -> None:
     for param, locations in params.items():
         where = f"parameter '{locations[0].full_name}' of a {type(locations[0].module).__name__}"
         if isinstance(param, nn.parameter.UninitializedParameter):
@@ -354,7 +374,7 @@ def _check_parameters(params: _Found, data: DataMesh | None, device: torch.devic
             )
 
 
-def _keep_batch_norm(policy: MixedPrecisionPolicy, params: _Found) -> MixedPrecisionPolicy:
+def _keep_batch_norm(policy: MixedPrecisionPolicy, params: Found) -> MixedPrecisionPolicy:
     """A policy with which batch norms compute in the dtype of their running statistics, as their kernels demand."""
     kept = {
         id(param)
@@ -372,7 +392,7 @@ def _keep_batch_norm(policy: MixedPrecisionPolicy, params: _Found) -> MixedPreci
 
 
 def _by_mesh(
-    params: _Found, data: DataMesh, placement_fn: _PlacementFn, mesh: DeviceMesh
+    params: Found, data: DataMesh, placement_fn: _PlacementFn, mesh: DeviceMesh
 ) -> dict[DataMesh, list[ShardedParameter]]:
     """The parameters of each mesh. There is one, ``mesh``, unless ``placement_fn`` names others."""
     groups: dict[DataMesh, list[ShardedParameter]] = {}
@@ -407,43 +427,14 @@ def borrow(unit: Unit) -> None:
             inner = [found for each in module.out_proj.modules() if (found := unit_of(each)) not in (None, unit)]
             unit.borrowed += [group for each in dict.fromkeys(inner) for group in each.groups]
         registered: list[tuple[str | tuple[Any, ...], Any]] = list(module._parameters.items())
-        for where, param in [*registered, *_kept_apart(module)]:
+        for where, param in [*registered, *kept_apart(module)]:
             if (owner := owner_of(param)) is None:
                 continue
             group, index = owner
             assert isinstance(group, ParamGroup)
             if group not in unit.groups:
-                if any(inner in unit.modules for outer in group.modules for inner in outer.modules()):
-                    raise ValueError(
-                        f"parameter '{group.params[index].name}' already belongs to a module that contains this "
-                        f"{unit!r}: apply fully_shard to the inner modules first and to those that contain them after"
-                    )
                 if group not in unit.borrowed:
                     unit.borrowed.append(group)
             elif isinstance(where, str):
                 continue
             group.show_also(index, module, where)
-
-
-def _kept_apart(module: nn.Module) -> list[tuple[tuple[Any, ...], nn.Parameter]]:
-    """The parameters that a module keeps in attributes, or in lists, deques, dicts and tuples there, as ``nn.LSTM``
-    does; each with the path of keys that leads to it. Raises ValueError if one is in a tuple, where it cannot be
-    replaced."""
-    found: list[tuple[tuple[Any, ...], nn.Parameter]] = []
-    waiting: list[tuple[tuple[Any, ...], Any]] = [
-        ((name,), value) for name, value in module.__dict__.items() if name not in _OF_MODULES
-    ]
-    met: set[int] = set()
-    for path, value in waiting:
-        if isinstance(value, nn.Parameter):
-            found.append((path, value))
-        elif isinstance(value, tuple) and any(isinstance(each, nn.Parameter) for each in value):
-            raise ValueError(
-                f"a {type(module).__name__} keeps parameters in a tuple, its attribute '{path[0]}', where they cannot "
-                f"be replaced by sharded and unsharded ones: keep them in a list"
-            )
-        elif isinstance(value, (MutableSequence, dict, tuple)) and id(value) not in met:
-            met.add(id(value))
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [((*path, key), each) for key, each in items]
-    return found

@@ -67,6 +67,12 @@ def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None, shards
     assert mesh.mesh_dim_names is not None, (
         f"the 2D mesh {mesh} needs mesh_dim_names, as in init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
     )
+    first, second = mesh.mesh_dim_names
+    if shards and "shard" in first and "replicate" in second:
+        raise ValueError(
+            f"fully_shard replicates over the first dim of a 2-D mesh and shards over the second, but their names are "
+            f"{mesh.mesh_dim_names}: exchange the dims, or say which is which with dp_mesh_dims"
+        )
     if shards:
         return DataMesh(mesh, _process_group(mesh, 1), _process_group(mesh, 0))
     return data_mesh(flatten_mesh(mesh, "_".join(mesh.mesh_dim_names)), shards=False)

@@ -67,11 +67,13 @@ def _refuse_outside(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     if not given or any(isinstance(each, DTensor) for each in given):
         return
-    for name, group, param in _sharded(unit, module):
+    for _, group, _ in _sharded(unit, module):
         is_whole = group.is_flat and group.data.shard_group is None
         if is_whole or group.summoned is not None:
             continue
-        where = plain_name(param.name).removesuffix(f".{name}")
+        top = unit.modules if unit.schedule is None else unit.schedule.root.modules
+        names = {inner: plain_name(path) for each in top for path, inner in each.named_modules()}
+        where = names.get(module, "")  # not the parameter's name: it may be tied to a different module
         method = "" if group.is_flat else "for another method, call register_fsdp_forward_method(model, 'name') first; "
         raise RuntimeError(
             f"'{where}' ({type(module).__name__}) was called outside the forward of {unit!r}, where its parameters are "

@@ -30,12 +30,6 @@ from fullshard.schedule.unit import Unit, groups_in, root_schedule, sharded_unit
 from fullshard.torch_private import allocating_backend
 
 
-@functools.cache
-def sharded_class(cls: type) -> type:
-    """The class of a sharded module: ``FSDP<Name>(FSDPModule, <Name>)``, made once for each class."""
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
-
-
 class FSDPModule:
     """A module to which ``fully_shard`` was applied: the base of these classes, for ``isinstance`` and its methods.
 
@@ -184,8 +178,7 @@ class FSDPModule:
         """Set whether parameters without a gradient are reduced.
 
         Args:
-            reduce_scatter_unused_params: if ``True``, as zeros, which is needed if ranks use different parameters in a
-                step.
+            reduce_scatter_unused_params: if ``True``, as zeros: needed if ranks use different parameters in a step.
         """
         _set(self, recurse, "set_reduce_scatter_unused_params", reduce_unused=reduce_scatter_unused_params)
 
@@ -203,8 +196,7 @@ class FSDPModule:
 
         Ranks: each for itself.
         """
-        is_int = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
-        expect(is_int, "max_input_buffers", max_input_buffers, "an int")
+        expect(type(max_input_buffers) is int, "max_input_buffers", max_input_buffers, "an int")
         expect(max_input_buffers > 0, "max_input_buffers", max_input_buffers, "a positive int", ValueError)
         for group in groups_in(self, recurse):
             group.options.max_gradient_buffers = max_input_buffers
@@ -220,9 +212,10 @@ class FSDPModule:
             ValueError: ``stream`` is given with native HSDP.
         """
         expect(callable(hook), "the all-reduce hook", hook, "a function of a tensor")
-        for group in sharded_unit(self).groups:
-            if stream is not None and group.data.replicate_group is not None:
-                raise ValueError("stream cannot be set when using native HSDP: the hook runs where its all-reduce does")
+        groups = sharded_unit(self).groups
+        if stream is not None and any(group.data.replicate_group is not None for group in groups):
+            raise ValueError("stream cannot be set when using native HSDP: the hook runs where its all-reduce does")
+        for group in groups:
             group.options.all_reduce_hook, group.options.all_reduce_hook_stream = hook, stream
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -324,9 +317,10 @@ class FSDPModule:
             AssertionError: the module has a custom all-gather or reduce-scatter.
             ValueError: ``backend`` is not NCCL, or gradients have more than one buffer.
         """
-        for group in _native_groups(self, "set_symm_mem_for_comm"):
-            if (group.options.max_gradient_buffers or 1) > 1:
-                raise ValueError("symmetric memory is one segment: set_reduce_scatter_max_input_buffers must stay 1")
+        groups = _native_groups(self, "set_symm_mem_for_comm")
+        if any((group.options.max_gradient_buffers or 1) > 1 for group in groups):
+            raise ValueError("symmetric memory is one segment: set_reduce_scatter_max_input_buffers must stay 1")
+        for group in groups:
             memory = symmetric_memory(group.data.shard_group, backend)
             native = CollectiveTransport(memory, memory)
             group.use_transport(gather=native, reduce=native)
@@ -368,6 +362,12 @@ class FSDPModule:
         """
         return tree_schedule(self).log.add_observer(observer)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Like ``nn.Module.zero_grad()``, also of sharded parameters while the module shows unsharded ones."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for param in (param.sharded for group in groups_in(self, recurse=True) for param in group.params):
+            param.grad = None if set_to_none or param.grad is None else param.grad.zero_()
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         with shards_may_change(self):  # type: ignore[arg-type]
             return super()._apply(*args, **kwargs)  # type: ignore[misc]
@@ -400,13 +400,15 @@ def shards_may_change(module: nn.Module) -> Iterator[None]:
     on_meta = buffers_on_meta(module)
     params = [param for group in unit.groups for param in group.params]
     gradients = [param.set_gradient_aside() for param in params]
-    yield
-    unit.emptied += [(inner._buffers.get(name), inner, name, path) for inner, name, path in on_meta]
-    for group in unit.groups:
-        group.adopt_parameters(group.module_params.adopt_replaced())
-    for param, gradient in zip(params, gradients, strict=True):
-        if gradient is not None:
-            param.sharded.grad = gradient.to(param.sharded.device)
+    try:
+        yield
+    finally:  # after an error some may be converted, as in a plain module: adopt what is there
+        unit.emptied += [(inner._buffers.get(name), inner, name, path) for inner, name, path in on_meta]
+        for group in unit.groups:
+            group.adopt_parameters(group.module_params.adopt_replaced())
+        for param, gradient in zip(params, gradients, strict=True):
+            if gradient is not None:
+                param.sharded.grad = gradient.to(param.sharded.device)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -476,11 +478,10 @@ def _switch(module: Any, recurse: bool, method: str, **columns: bool) -> None:
 def _use_custom(module: Any, method: str, comm: object, **transport: CollectiveTransport) -> None:
     if not callable(comm) or not callable(getattr(comm, "allocate", None)):
         raise TypeError(f"{method} expects an object that can be called and that has allocate(), got {comm!r}")
-    for group in sharded_unit(module).groups:
-        if not (group.options.wire.is_exact and group.options.outer_wire.is_exact):
-            raise ValueError(
-                f"{method} moves what {group.title} sends as it is, and a wire_policy encodes it: leave out one of them"
-            )
+    groups = sharded_unit(module).groups
+    if not all(group.options.wire.is_exact and group.options.outer_wire.is_exact for group in groups):
+        raise ValueError(f"{method} moves messages as they are, and a wire_policy encodes them: leave out one of them")
+    for group in groups:
         group.use_transport(**transport)
         group.has_custom_communication = True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import math
 import os
 import re
@@ -436,6 +437,17 @@ def local_path(path: str | os.PathLike[str], what: str) -> Path:
         hint = f"os.path.expanduser({text!r})" if text[0] == "~" else "a URL as a string, because Path() changes it"
         raise ValueError(f"{what} is {text!r}, which would be below the working directory: give {hint}")
     return Path(path)
+
+
+def _name_library(record: logging.LogRecord) -> bool:
+    """Let messages that nobody formats begin with our name."""
+    if not _log.hasHandlers():
+        record.msg = f"fullshard: {record.msg}"
+    return True
+
+
+_log = logging.getLogger("fullshard")
+_log.addFilter(_name_library)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

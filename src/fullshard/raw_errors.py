@@ -21,6 +21,7 @@ from fullshard.watch.watch import explainers
 #: Where the code of libraries is, for frames that are not the program's.
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent)
 #: Parts of the messages with which torch refuses a DTensor.
+_NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 _REFUSALS = (
     "got mixed torch.Tensor and DTensor",
     "does not have a sharding strategy registered",
@@ -34,6 +35,12 @@ _REFUSALS = (
 def explain(error: BaseException) -> str | None:
     """Say why torch refused a DTensor of a sharded model, and what to do; ``None`` for all other errors."""
     text, frames = str(error), [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(part in text for part in _NO_MEMORY):
+        return (
+            "this rank ran out of memory. python -m fullshard explain predicts what a step needs, and python -m "
+            "fullshard fit finds settings with which it fits: more groups (fully_shard_blocks), recomputed "
+            "activations, a smaller batch, CPUOffloadPolicy or DiskOffloadPolicy. Build large models on the meta device"
+        )
     plain = next(filter(None, map(_plain_state, _optimizers(frames))), "")
     return plain or next(_causes(text, frames)) if plain or any(part in text for part in _REFUSALS) else None
 
@@ -57,6 +64,14 @@ def _causes(text: str, frames: Sequence[FrameType]) -> Iterator[str]:
                 "the sharded model itself"
             )
     if "clip_grad_norm_" in called:
+        given = [param.grad for param in called["clip_grad_norm_"].get("parameters") or () if param.grad is not None]
+        if len({grad.device_mesh for grad in given if isinstance(grad, DTensor)}) > 1:
+            yield (
+                "clip_grad_norm_ was given gradients on several meshes, over which torch cannot sum. Sum the norm of "
+                "each mesh, on every rank: norms = [get_total_norm(grads).full_tensor() for each mesh's grads], then "
+                "total = torch.stack(norms).norm(), then clip_grads_with_norm_ of torch.nn.utils with the parameters "
+                "of each mesh and this total"
+            )
         for problem, advice in strangers_of(called["clip_grad_norm_"].get("parameters") or ()):
             yield f"clip_grad_norm_ was given sharded and unsharded gradients: {problem}. {advice}"
     if "load_state_dict" in called:

@@ -2,7 +2,8 @@
 not called on the root.
 
 Their gradients are not reduced, so each rank trains its own copy, and the copies drift apart without an error. Owns the
-search for them in a model, and the search for the model to which an optimizer's parameters belong.
+search for them in a model, at its first forward and after modules were put into others, and the search for the model to
+which an optimizer's parameters belong.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import plain_name
+from fullshard.policies import warn
+from fullshard.schedule.schedule import Schedule, Scheduled, at_forwards
 from fullshard.schedule.unit import unit_of, units_in
 from fullshard.torch_private import replicated
 
@@ -106,3 +110,42 @@ def strangers_of(params: Iterable[torch.Tensor]) -> Iterator[tuple[str, str]]:
 
 def _runs(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
+
+
+def warn_of_added_parameters(modules: Sequence[nn.Module], groups: Sequence[ParamGroup], ignored: set[int]) -> None:
+    """Warn of trainable parameters that no group has. Call it once groups have adopted replaced parameters."""
+    if any(group.summoned for group in groups):
+        return
+    known = ignored | {id(tensor) for group in groups for p in group.params for tensor in (p.sharded, p.unsharded)}
+    strangers = [
+        name
+        for module in modules
+        for name, param in module.named_parameters()
+        if param.requires_grad and id(param) not in known
+    ]
+    if strangers:
+        warn(
+            f"these trainable parameters were added after fully_shard: {strangers}. They are neither sharded nor are "
+            f"their gradients reduced: add them before sharding, or reduce their gradients yourself",
+            UserWarning,
+        )
+
+
+_registrations = 0  # of modules in modules, in the whole process
+
+
+def _count_registration(*_: object) -> None:
+    global _registrations
+    _registrations += 1
+
+
+def _look_for_added(schedule: Schedule, unit: Scheduled) -> None:
+    """Warn at the first forward of a tree, and at each one after modules were put into others."""
+    if schedule.registrations != _registrations:
+        schedule.registrations = _registrations
+        ignored = {param for each in schedule.units for param in each.ignored}
+        warn_of_added_parameters(unit.modules, schedule.groups(), ignored)
+
+
+register_module_module_registration_hook(_count_registration)
+at_forwards.append(_look_for_added)

@@ -113,7 +113,21 @@ def test_a_program_runs_unchanged(tmp_path: Path) -> None:
     assert done.stdout == said
     lines = [line for line in done.stderr.splitlines() if "replaces the FSDP" in line]
     assert len(lines) == 1
-    assert lines[0].startswith(f"fullshard {fullshard.__version__} replaces the FSDP of torch ")
+    assert lines[0].startswith(f"fullshard: version {fullshard.__version__} replaces the FSDP of torch ")
+
+
+TRAINED = """
+import torch, fullshard
+fullshard.patch()
+model = torch.nn.Linear(2, 2)
+torch.optim.SGD(model.parameters()).step()
+"""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_program_that_sharded_nothing_is_told_at_its_end(rank: str) -> None:
+    done = run("-c", TRAINED, RANK=rank)
+    assert ("fullshard: nothing was sharded: this program trained with SGD" in done.stderr) is (rank == "0")
 
 
 def test_children_are_told_by_the_environment() -> None:
@@ -205,4 +219,4 @@ logging.basicConfig(format="own: %(message)s")
 log.info("second")
 """)
     done = run("-m", "fullshard", "run", str(script))
-    assert done.stderr.splitlines()[-2:] == ["first", "own: second"], done.stderr
+    assert done.stderr.splitlines()[-2:] == ["fullshard: first", "own: second"], done.stderr

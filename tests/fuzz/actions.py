@@ -53,7 +53,8 @@ class Train(Action):
     `sync` says when gradients are communicated over `micro` micro-batches: `each`, only the `last`, the last while
     parameters stay whole before it (`kept`), or the last over replicas alone (`all-reduce`). `between` happens between
     forward and backward, `edit` to gradients before the step. Without `step` gradients stay for the next action.
-    `autocast` is around each forward, and casts to bfloat16.
+    `autocast` is around each forward, and casts to bfloat16. With the `zero` "zeros" a first micro-batch that is not
+    communicated alone is given up.
     """
 
     pattern: str = "one"
@@ -69,6 +70,9 @@ class Train(Action):
     def apply(self, run: Run) -> None:
         pattern = PATTERNS[self.pattern]
         for micro in range(self.micro):
+            if micro == 1 and self.sync != "each" and self.zero == "zeros":  # gives up the first, which waits
+                run.reference.optimizer.zero_grad(set_to_none=False)
+                run.optimizer.zero_grad(set_to_none=False)
             pairs = run.next_batches(2)
             run.reference.refresh()
             expected: list[Tensor] = []

@@ -48,18 +48,6 @@ def test_attributes_of_parameters_are_kept(world: World) -> None:
 
 
 @ranks(2)
-def test_hooks_on_gradients_are_kept(world: World) -> None:
-    model, reference = nn.Linear(6, 5, bias=False), nn.Linear(6, 5, bias=False)
-    reference.load_state_dict(model.state_dict())
-    model.weight.register_hook(lambda grad: 3 * grad)
-    fullshard.fully_shard(model)
-    for _ in range(2):
-        model(inputs()).sum().backward()
-    (6 * reference(inputs()).sum()).backward()
-    assert_close(kept(model.weight.grad), reference.weight.grad, "gradient")
-
-
-@ranks(2)
 @BOTH
 def test_hooks_after_accumulation_see_the_reduced_gradient(world: World, fsdp: Library) -> None:
     model = seeded(lambda: nn.Linear(6, 5))

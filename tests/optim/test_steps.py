@@ -58,6 +58,18 @@ def test_ranks_may_have_different_numbers_of_optimizers(world: World, transport:
 
 
 @ranks(2)
+def test_optimizers_may_be_dropped_after_their_step(world: World) -> None:
+    """One for each parameter. On the first rank each gets the address of the one before."""
+    model, kept = shard_mlp(), []
+    for step in range(3):
+        model(inputs(step)).sum().backward()
+        for param in model.parameters():
+            optimizer = sgd([param])
+            optimizer.step()
+            kept.append(optimizer if world.rank else None)
+
+
+@ranks(2)
 def test_ranks_may_leave_out_parameters_of_which_they_have_nothing(world: World) -> None:
     """Each rank has elements of parameters in the order of the model: the last rank has none of the first layer."""
     model = FSDP(nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 6)), use_orig_params=True)

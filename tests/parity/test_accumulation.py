@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import fullshard
 from fullshard.group import gradients
 from tests.harness import World, everywhere, ranks
 from tests.harness.compare import (
@@ -70,6 +72,86 @@ def test_accumulated_without_communication_and_resharding(world: World) -> None:
         model.set_is_last_backward(micro == LAST)
 
     compare(world, micro_batches(each_block(), set_up_micro=set_up))
+
+
+def _clear(model: Any, how: str) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=how == "foreach")
+    if how in ("foreach", "optimizer"):
+        optimizer.zero_grad(set_to_none=how == "optimizer")
+    elif how == "model":
+        model.zero_grad(set_to_none=False)
+    else:
+        for param in model.parameters():
+            param.grad.data.zero_()
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["optimizer", "foreach", "model", "by hand"])
+@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize("is_first", [True, False], ids=["nothing reduced", "reduced before"])
+def test_what_waits_is_dropped_when_gradients_are_cleared(
+    world: World, how: str, replicas: bool, is_first: bool
+) -> None:
+    """As with DistributedDataParallel. Nothing is dropped of what comes after."""
+    model: Any = seeded(MLP)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")) if replicas else None
+    each_block(mesh=mesh)(fullshard, model)
+    reference, batches = seeded(MLP), [random_batch(4, 6)(seed) for seed in range(4)]  # equal on all ranks
+    if not is_first:
+        mean_square(model, batches[0]).backward()
+    waits = model.set_requires_all_reduce if replicas else model.set_requires_gradient_sync
+    waits(False)
+    for _ in range(2):
+        (1000 * mean_square(model, batches[0])).backward()
+    assert not is_first or not any(param.grad.full_tensor().any() for param in model.parameters())
+    _clear(model, how)
+    mean_square(model, batches[1]).backward()
+    waits(True)
+    for seed in (2, 3):
+        mean_square(model, batches[seed]).backward()
+    for batch in batches[1:]:
+        mean_square(reference, batch).backward()
+    for mine, plain in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad), torch.as_tensor(plain.grad), rtol=1e-4, atol=1e-7)
+
+
+@ranks(2)
+def test_what_waits_is_left_out_of_a_step_and_waits_on(world: World) -> None:
+    """As with torch's FSDP2: a module may be reduced in every other step only."""
+    model: Any = seeded(MLP)
+    each_block()(fullshard, model)
+    reference, batch, slow = seeded(MLP), random_batch(4, 6)(0), model.blocks[0]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    slow.set_requires_gradient_sync(False)
+    mean_square(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not any(param in optimizer.state for param in slow.parameters())
+    slow.set_requires_gradient_sync(True)
+    for _ in range(2):
+        mean_square(reference, batch).backward()
+    mean_square(model, batch).backward()
+    for mine, plain in zip(slow.parameters(), reference.blocks[0].parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad), torch.as_tensor(plain.grad), rtol=1e-4, atol=1e-7)
+
+
+@ranks(2)
+def test_a_gradient_of_a_sharded_parameter_is_kept_while_another_waits(world: World) -> None:
+    """That of a penalty, and what users write."""
+    model: Any = seeded(MLP)
+    each_block()(fullshard, model)
+    reference, batch = seeded(MLP), random_batch(4, 6)(0)
+    model.set_requires_gradient_sync(False)
+    mean_square(model, batch).backward()
+    penalties = [param.square().sum() for param in model.parameters()]
+    sum(each.full_tensor() for each in penalties).backward()  # type: ignore[union-attr]
+    model.set_requires_gradient_sync(True)
+    mean_square(model, batch).backward()
+    for mine, plain in zip(model.parameters(), reference.parameters(), strict=True):
+        (2 * mean_square(reference, batch)).backward()
+        expected = torch.as_tensor(plain.grad) + 2 * plain.detach()
+        torch.testing.assert_close(whole(mine.grad), expected, rtol=1e-4, atol=1e-7)
+        reference.zero_grad()
 
 
 @ranks(2)

@@ -9,12 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import fullshard
 from fullshard.schedule.checks import (
     buffers_on_meta,
     check_first_forward,
     check_process_groups,
-    warn_of_added_parameters,
     warn_of_emptied,
 )
 from tests.fully_shard.cases import groups_of, shard_mlp
@@ -78,17 +76,3 @@ def test_buffers_that_nobody_wrote_after_to_empty_are_named() -> None:
         warn_of_emptied(noted)
         model.inner.table = torch.empty(2)  # another one, which to_empty() did not leave
         warn_of_emptied(noted)
-
-
-def test_trainable_parameters_that_no_group_has_are_named() -> None:
-    with fake_world(2):
-        model = fullshard.fully_shard(nn.Linear(2, 2))
-        groups = groups_of(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            warn_of_added_parameters([model], groups, set())
-            model.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
-            model.known = nn.Parameter(torch.zeros(1))
-            warn_of_added_parameters([model], groups, {id(model.known)})
-        with pytest.warns(UserWarning, match=r"were added after fully_shard: \['known'\]"):
-            warn_of_added_parameters([model], groups, set())

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fullshard.compat.memory_tracker import state_of
-from fullshard.fully_shard import managed_modules
+from fullshard.members import managed_modules
 from fullshard.module import FSDPModule
 from fullshard.schedule.hooks import when_sharded
 from fullshard.schedule.unit import Unit, unit_of

@@ -8,6 +8,7 @@ ours. Modules that are imported later find ours in torch's modules. Only torch's
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import logging
@@ -18,11 +19,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fullshard
 from fullshard import interop, wrap
 from fullshard.module import FSDPModule
 from fullshard.optim.grad_scaler import ShardedGradScaler
+from fullshard.schedule.hooks import when_sharded
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
 
 _log = logging.getLogger("fullshard")
@@ -77,7 +80,9 @@ def patch() -> int:
                     _bound.append((vars(module), name, value))
                     vars(module)[name] = ours[id(value)]
     found = fullshard.__version__, torch.__version__, len(_bound)
-    _log.info("fullshard %s replaces the FSDP of torch %s: %d names bound", *found)
+    if os.environ.get("RANK", "0") == "0":
+        _tell_if_nothing_is_sharded()
+    _log.info("version %s replaces the FSDP of torch %s: %d names bound", *found)
     return len(_bound)
 
 
@@ -113,12 +118,35 @@ def patch_and_report() -> None:
         patch()
     if os.environ.get("RANK", "0") == "0":
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(logging.Formatter("fullshard: %(message)s"))
         handler.addFilter(lambda _: not logging.getLogger().handlers)  # unless the program configures logging
         _log.addHandler(handler)
         _log.setLevel(logging.INFO)
         os.environ["FULLSHARD_PATCH"] = _REPORTED
     patch()
+
+
+def _tell_if_nothing_is_sharded() -> None:
+    """Say at the end of this process if an optimizer has stepped in it, and nothing was sharded."""
+    stepped, sharded = list[str](), list[bool]()
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        stepped.append(type(optimizer).__name__)
+        hook.remove()
+
+    hook = register_optimizer_step_pre_hook(note)
+    when_sharded(lambda unit: sharded.append(True))
+
+    def tell() -> None:
+        if _bound and stepped and not sharded:
+            _log.warning(
+                "nothing was sharded: this program trained with %s and called neither fully_shard nor "
+                "FullyShardedDataParallel, so each rank had a whole model. A framework shards only if its settings "
+                "ask for FSDP, as --use_fsdp of accelerate does",
+                stepped[0],
+            )
+
+    atexit.register(tell)
 
 
 def _replacements() -> dict[int, Any]:

@@ -31,7 +31,8 @@ from fullshard.group.parameter import IndexedTensor, ShardedParameter
 from fullshard.group.reduction import Part, PendingReduction, ReductionPlan, make_part
 from fullshard.group.replica import ReplicaGradients
 from fullshard.group.strategy import Placement
-from fullshard.torch_private import foreach_add, version_of
+from fullshard.torch_private import foreach_add
+from fullshard.waiting_grad import ShownGrads
 
 #: Plans of reductions that a group keeps: programs that drop layers at random have a set of parameters for each step.
 MOST_PLANS = 16
@@ -59,7 +60,7 @@ class Gradients:
         self._waiting: dict[int, torch.Tensor] = {}
         self._waiting_bytes = 0
         self._arrived: set[int] = set()
-        self._shown_waiting: list[tuple[int, ShardedParameter, torch.Tensor, int]] = []  # what users see of them
+        self.shown = ShownGrads(group.params)  # what users see of those that wait after a backward
         self._partial: dict[int, torch.Tensor] = {}
         self.feedback = GradientFeedback(group)
         self._lay_out((False,) * len(group.params))  # what is trained is known when gradients come
@@ -89,12 +90,14 @@ class Gradients:
     @property
     def pending(self) -> bool:
         """Whether gradients wait to be reduced."""
+        if self.shown.grads:
+            self._drop_cleared()
         return bool(self._arrived or self._waiting or (self._partial and self._group.options.strategy.all_reduces))
 
     @property
     def has_any(self) -> bool:
         """Whether there are gradients that are not in ``param.grad`` yet, waiting or kept."""
-        return bool(self._arrived or self._waiting or self._partial)
+        return self.pending or bool(self._partial)
 
     def unreduced_tensor(self, index: int) -> torch.Tensor | None:
         """The tensor that has a parameter's gradient before it is reduced: one of autograd's, or the whole buffer."""
@@ -151,8 +154,8 @@ class Gradients:
     def _take(self, index: int, grad: torch.Tensor) -> None:
         param = self._group.params[index]
         if not self._waiting:
-            if self._shown_waiting:
-                self._notice_clearing()
+            if self.shown.grads:
+                self._drop_cleared()
             if not self._arrived and self._module_params.trainable != self._trainable:
                 self._lay_out(self._module_params.trainable)
         if index not in self._trained:
@@ -228,21 +231,28 @@ class Gradients:
         self._arrived.update(waiting)
 
     def wait_for_more(self) -> None:
-        """End a backward without reduction. Flat parameters show that gradients wait, so that users can clear these,
-        for example by ``zero_grad()``. No rank could show them all."""
+        """End a backward without reduction. What is to be reduced later is shown meanwhile, so that users can clear it.
+        No rank could show the gradients themselves."""
         self.copy_waiting()
-        for index, param in enumerate(self._group.params if self._arrived and not self._shown_waiting else ()):
-            if (grad := param.show_waiting()) is not None:
-                self._shown_waiting.append((index, param, grad, version_of(grad)))
+        if self._arrived and not self._group.options.strategy.reduces:
+            self.shown.show(self._sections, self._arrived)
 
-    def _notice_clearing(self) -> None:
-        shown, self._shown_waiting = self._shown_waiting, []
-        for index, param, grad, version in shown:
-            now = param.sharded.grad
-            if now is None or ((now is not grad or version_of(now) != version) and not bool(now.any())):
-                self._arrived.discard(index)  # no others: an optimizer clears only its own
-        for _, param, _, _ in shown:
-            param.hide_waiting()
+    def _drop_cleared(self) -> None:
+        """Drop gradients that were cleared while they waited. No others: an optimizer clears only its own."""
+        if (cleared := self.shown.take_cleared()) and self._partial:
+            self._group.comm.reductions.wait_for_oldest()
+        for index in cleared:
+            self._arrived.discard(index)
+            self._partial.pop(index, None)
+            self._views.zero_copy.pop(index, None)
+        if cleared and not self._arrived:
+            self._writes = False
+            self._buffer.give_back()
+
+    def hide(self) -> None:
+        """Stop showing that gradients wait, and drop those that were cleared."""
+        self._drop_cleared()
+        self.shown.hide()
 
     def _take_buffer(self) -> None:
         """Get the buffer to write to, once few enough reductions read theirs."""
@@ -308,8 +318,8 @@ class Gradients:
             with torch.inference_mode(False), torch.no_grad():
                 return self.reduce()
         group = self._group
-        if self._shown_waiting:
-            self._notice_clearing()
+        if self.shown.grads:
+            self.hide()
         self.copy_waiting()
         if not self._arrived and self._module_params.trainable != self._trainable:
             self._lay_out(self._module_params.trainable)
@@ -353,6 +363,8 @@ class Gradients:
             with logged:
                 mark = lane.run(reducing.start, reducing.scattered)
         reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, zero_copy, self._buffer.give_back))
+        if not (group.data.replicate_group is None or group.options.strategy.all_reduces):
+            self.shown.show(self._sections, wanted)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -428,9 +440,10 @@ class Gradients:
 
     def discard(self) -> None:
         """Drop all gradients that are not in ``param.grad`` yet."""
-        self._waiting, self._waiting_bytes, self._expected, self._shown_waiting = {}, 0, self._nothing, []
+        self._waiting, self._waiting_bytes, self._expected = {}, 0, self._nothing
         self._arrived.clear()
         self._partial.clear()
+        self.hide()
         for plan in self._plans.values():
             if plan.replica is not None:
                 plan.replica.buffer.give_back()

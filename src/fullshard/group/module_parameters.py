@@ -23,6 +23,7 @@ from fullshard.group.parameter import IndexedTensor, Location, ShardedParameter,
 from fullshard.torch_private import (
     PlainAttributes,
     altered_spec,
+    gradient_hooks,
     is_traceable_subclass,
     local_of,
     make_dtensor,
@@ -164,6 +165,9 @@ class ModuleParameters:
             trainable = tuple(map(_requires_grad, self._group.sharded))
         if not trainable == self.trainable == tuple(map(_requires_grad, self.unsharded)):
             self._agree_on_training()
+        if [*filter(gradient_hooks, self._group.sharded)]:
+            for param in self._group.params:
+                param.follow_hooks()
         for module, tensors in self._shown.registered:
             if not all(map(is_, map(module._parameters.get, tensors), tensors.values())):
                 return False

@@ -66,6 +66,7 @@ class ParamGroup(GroupContext):
         #: Whether the last forward left it unsharded although nobody asked for that. The next one gathers it again, as
         #: the shards may have been written without a trace.
         self.stays_unasked = False
+        self.first_values: object = None  # until the first forward, see :mod:`fullshard.first_values`
         self._build()
 
     def _build(self) -> None:

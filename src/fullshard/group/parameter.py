@@ -22,8 +22,10 @@ from fullshard.buffer.plan import ALIGNMENT, LayoutName, ParamShape, Plan
 from fullshard.buffer.sections import Section
 from fullshard.comm.waits import waiting
 from fullshard.group.mesh import DataMesh
+from fullshard.leaf_hooks import follow_hooks
 from fullshard.policies import Ragged
 from fullshard.ragged import RaggedShard
+from fullshard.waiting_grad import own_memory
 
 #: The names under which wrappers hold a module; names of parameters are given without them.
 WRAPPED_NAME = "_fsdp_wrapped_module"
@@ -110,6 +112,7 @@ class ShardedParameter:
     #: How parameters of this kind are laid out, and to how many elements they are aligned.
     layout: tuple[LayoutName, int] = "even", ALIGNMENT
     stored_as: torch.dtype | None = None  # those of different ones lie in different sections
+    _follows_hooks = False  # whether the leaf calls users' hooks on ``sharded``
 
     @property
     def plan_shape(self) -> ParamShape:
@@ -238,13 +241,15 @@ class ShardedParameter:
         """This rank's part of the gradient."""
         grad = self.sharded.grad
         assert grad is None or isinstance(grad, DTensor), f"the gradient of '{self.name}' became a {type(grad)}"
-        return None if grad is None else private.local_of(grad)
+        if grad is None:
+            return None
+        own_memory(grad)
+        return private.local_of(grad)
 
-    def show_waiting(self) -> torch.Tensor | None:
-        """Show that a gradient waits, and return what shows it. Only some parameters do."""
-
-    def hide_waiting(self) -> None:
-        """Stop showing that a gradient waits."""
+    def blank_gradient(self, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros without memory of their own, as a gradient of ``dtype``."""
+        local = torch.zeros((), dtype=dtype, device=self.local.device).expand(self.local.shape)
+        return private.make_dtensor(local, private.altered_spec(self.spec, dtype=dtype))
 
     def _sharded_spec(self, whole: torch.Tensor) -> private.DTensorSpec:
         if self.unsharded_spec is None:
@@ -359,6 +364,12 @@ class ShardedParameter:
         self.unsharded.__dict__.update(self.attributes)
         for hook in self._gradient_hooks:
             self.unsharded.register_hook(hook)
+        self._follows_hooks = False
+        self.follow_hooks()
+
+    def follow_hooks(self) -> None:
+        """Call users' hooks on the sharded parameter with gradients of the leaf."""
+        self._follows_hooks = self._follows_hooks or follow_hooks(self)
 
     def as_before(self, whole: torch.Tensor) -> torch.Tensor:
         """A tensor of ``shape`` as what the parameter was before sharding: a DTensor, if tensor parallel has cut it."""

@@ -5,11 +5,11 @@ The groups of a tree share one :class:`Step`. The schedule makes it and changes 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from fullshard.device import PASSED, Mark
 
@@ -88,11 +88,14 @@ class Step:
         self.written: Mark = PASSED
         self.begin_backward = begin_backward
         self.log = Log()
-        self._stepped = Counter[int]()  # how often each optimizer has stepped since the last pass, by its id
+        #: How often each optimizer has stepped since the last pass, and the most that one has. Programs may make an
+        #: optimizer for each parameter, and drop it after its step.
+        self._stepped, self._most = WeakKeyDictionary[object, int](), 0
 
     def begin_pass(self, kind: Kind) -> None:
         if self.now is Pass.NONE:
-            self._stepped.clear()
+            if self._most:
+                self._stepped, self._most = WeakKeyDictionary(), 0
             self.steps_before = self.optimizer_steps
         self.now = BEGIN[self.now, kind]
 
@@ -101,6 +104,6 @@ class Step:
 
     def count_step(self, optimizer: object) -> None:
         """Count a step of an optimizer. Ranks may have different numbers of optimizers, each for some parameters."""
-        most = max(self._stepped.values(), default=0)
-        self._stepped[id(optimizer)] += 1
-        self.optimizer_steps += self._stepped[id(optimizer)] > most
+        count = self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1
+        self.optimizer_steps += count > self._most
+        self._most = max(count, self._most)

@@ -11,13 +11,11 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-import torch
 import torch.distributed as dist
 
 from fullshard.comm.process_group import gather_objects, has_peers
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
-from fullshard.torch_private import plain_parts
 
 _next_tag = 0
 
@@ -43,23 +41,6 @@ def verify_parameters(params: Sequence[ShardedParameter], data: DataMesh, polici
         tag = compare(described, tag, group, "do not shard the same parameters")
     _next_tag = tag + 1
     return tag
-
-
-def verify_values(params: Sequence[ShardedParameter], data: DataMesh) -> None:
-    """Compare the values of parameters that are about to be sharded, see :func:`compare`."""
-    described = [f"'{p.name}' with values of hash {_hash(p.local)}" for p in params]
-    advice = "Seed all ranks alike before the model is built, or load one state dict on all of them"
-    for group in (data.replicate_group, data.shard_group):
-        compare(described, 0, group, "begin with different values", advice)
-
-
-@torch.no_grad()
-def _hash(tensor: torch.Tensor) -> str:
-    """A text that distinguishes values: a hash of their bits, in which equal values cancel out, and their sum."""
-    parts = [torch.view_as_real(part) if part.is_complex() else part for part in plain_parts(tensor)]
-    if tensor.is_meta or not tensor.numel():
-        return "none"
-    return ", ".join(f"{torch.hash_tensor(part).item():x} ({part.sum(dtype=torch.float64).item():g})" for part in parts)
 
 
 def verify_next(name: str, tag: int, process_group: dist.ProcessGroup) -> None:
@@ -95,7 +76,9 @@ def compare(
     one, here, other, there = first_difference(
         dict(zip(dist.get_process_group_ranks(group), gather_objects(described, group), strict=True))
     )
-    raise ValueError(f"the ranks {problem}: rank {one} has {here} where rank {other} has {there}. {advice}")
+    error = ValueError(f"the ranks {problem}: rank {one} has {here} where rank {other} has {there}. {advice}")
+    error.shown_by_rank = dist.get_process_group_ranks(group)[0]  # type: ignore[attr-defined]
+    raise error
 
 
 def first_difference(described: Mapping[int, Sequence[str]]) -> tuple[int, str, int, str]:

@@ -18,6 +18,7 @@ from fullshard.group.feedback import GradientFeedback
 from fullshard.group.owners import owner_of
 from fullshard.group.param_group import ParamGroup
 from fullshard.torch_private import OpenGradScaler, local_of
+from fullshard.waiting_grad import own_memory
 
 
 class ShardedGradScaler(OpenGradScaler):
@@ -102,6 +103,7 @@ def _twin(param: DTensor) -> torch.Tensor:
     """An object whose gradient is the local part of the parameter's. Operations on DTensors would communicate too."""
     if not isinstance(grad := param.grad, DTensor):
         return param
+    own_memory(grad)  # it is unscaled in place
     twin = local_of(grad).detach()
     twin.grad = local_of(grad)
     return twin

@@ -27,13 +27,14 @@ from torch.optim import Optimizer
 
 from fullshard.comm.select import select_transport
 from fullshard.device import Lane
+from fullshard.first_values import verify_values
 from fullshard.group.context import GroupContext
 from fullshard.group.mesh import DataMesh
 from fullshard.group.owners import owner_of
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import plain_name
 from fullshard.group.step import Pass
-from fullshard.group.verify import compare, verify_values
+from fullshard.group.verify import compare
 from fullshard.optim.meeting import ChangesExchange, FragmentMember, ModelFragment, OuterOptimizer, params_of
 from fullshard.policies import expect
 from fullshard.schedule.unit import groups_in

@@ -60,6 +60,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if isinstance(group, ParamGroup) and running_backward() < 0:
             group.keep_writes()  # before the step writes too
             group.leave_unsharded()  # what modules show would be old
+            if group.gradients.shown.grads:
+                group.gradients.hide()  # the step leaves out what waits, which is kept
         group.writes += 1  # counted here too, because no hook runs after a step that raises
     # In a backward, and where a rank has no state to save, the number of steps differs between ranks.
     if running_backward() < 0 and not only_makes_state(optimizer, kwargs):

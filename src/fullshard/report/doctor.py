@@ -31,9 +31,9 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard.device import default_device_type
+from fullshard.first_values import verify_values
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter, local_tensor
-from fullshard.group.verify import verify_values
 from fullshard.meshes import default_mesh
 from fullshard.report.environment import Check, check_environment
 from fullshard.report.findings import findings

@@ -28,9 +28,9 @@ import torch.nn as nn
 from fullshard import finite
 from fullshard.comm.waits import WAITS, PeerFailureError
 from fullshard.finite import NanDetector, NanError
+from fullshard.first_values import verify_values
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
-from fullshard.group.verify import verify_values
 from fullshard.optim import steps
 from fullshard.report.environment import Check, check_environment
 from fullshard.report.explain import explain
@@ -136,7 +136,9 @@ class RankObserver:
         return tag
 
     def _sharded(self, unit: Unit) -> None:
-        """Check the environment when the first module is sharded."""
+        """Check the environment when the first module is sharded. Values were compared by :meth:`_verify`."""
+        for each in unit.groups:
+            each.first_values = None
         if self._has_checked_environment or not unit.groups:
             return
         self._has_checked_environment = True

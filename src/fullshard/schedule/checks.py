@@ -79,22 +79,3 @@ def warn_of_emptied(emptied: Sequence[Emptied]) -> None:
             f"Compute them again, for example with the module's reset_parameters()",
             UserWarning,
         )
-
-
-def warn_of_added_parameters(modules: Sequence[nn.Module], groups: Sequence[ParamGroup], ignored: set[int]) -> None:
-    """Warn of trainable parameters that no group has. Call it once groups have adopted replaced parameters."""
-    if any(group.summoned for group in groups):
-        return
-    known = ignored | {id(tensor) for group in groups for p in group.params for tensor in (p.sharded, p.unsharded)}
-    strangers = [
-        name
-        for module in modules
-        for name, param in module.named_parameters()
-        if param.requires_grad and id(param) not in known
-    ]
-    if strangers:
-        warn(
-            f"these trainable parameters were added after fully_shard: {strangers}. They are neither sharded nor are "
-            f"their gradients reduced: add them before sharding, or reduce their gradients yourself",
-            UserWarning,
-        )

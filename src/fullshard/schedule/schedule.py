@@ -43,6 +43,10 @@ _CUT_SHORT = (
 )
 
 
+#: Called when an outermost forward of a tree begins, after what users changed was noticed, with its unit.
+at_forwards: list[Callable[[Schedule, Scheduled], None]] = []
+
+
 class Scheduled(Protocol):
     """The part of a :class:`~fullshard.schedule.unit.Unit` that a schedule uses."""
 
@@ -89,6 +93,7 @@ class Schedule:
         self._is_awaited = False  # whether reductions that were finalized by hand have yet to be waited for
         self.after_optimizer: torch.Event | None = None
         self.outermost = root  # the unit of the last outermost forward
+        self.registrations = -1  # see :mod:`fullshard.strangers`
         self._position = partial(_position, weakref.ref(self))
 
     def begin_tree(self, module: nn.Module) -> None:
@@ -168,9 +173,8 @@ class Schedule:
         WAITS.position = self._position
         step.forwards += 1
         self._notice_changes()
-        if is_first:
-            ignored = {param for each in self.units for param in each.ignored}
-            checks.warn_of_added_parameters(unit.modules, self.groups(), ignored)
+        for check in at_forwards:
+            check(self, unit)
         for group in self.groups():
             if group.shard.is_unmapped:
                 group.map_shared()

@@ -312,7 +312,7 @@ class Watch:
             self._mine.ended, self._mine.is_first = "it could not go on", False
             with suppress(Exception):
                 self._reports.write()
-            print(f"{where}{message}", file=sys.stderr, flush=True)
+            print(f"{where}fullshard: {message}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(1)
 
@@ -482,6 +482,10 @@ def _follow_errors() -> None:
         with suppress(Exception):  # the error itself is what matters
             for note in filter(None, (explain(error) for explain in explainers)):
                 error.add_note(f"fullshard: {note}")
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if (shown_by := getattr(error, "shown_by_rank", rank)) != rank:
+            print(f"fullshard: rank {rank} ends with the error of rank {shown_by}: {error}", file=sys.stderr)
+            return
         before(kind, error, None if lost is error else trace)
 
     sys.excepthook = hook

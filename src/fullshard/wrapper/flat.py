@@ -33,8 +33,11 @@ from fullshard.group.mesh import DataMesh
 from fullshard.group.module_parameters import ModuleParameters, Presentation
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import IndexedTensor, Location, ShardedParameter
-from fullshard.torch_private import PlainAttributes, altered_spec, gradient_hooks, set_data, version_of
+from fullshard.leaf_hooks import hooks_of_users
+from fullshard.policies import warn
+from fullshard.torch_private import PlainAttributes, altered_spec, gradient_hooks, set_data
 from fullshard.tree import tensors
+from fullshard.waiting_grad import own_memory
 
 FLAT_NAME = "_flat_param"
 
@@ -132,7 +135,6 @@ class Fragment(ShardedParameter):
         self.run = (0, 0)  # first and past-the-last of its elements that this rank has
         self._place: tuple[int, tuple[int, ...]] = (0, ())
         self._watched: torch.Tensor | None = None
-        self._blank: torch.Tensor | None = None  # zeros that are shown while a gradient waits
 
     def update_grad_dtype(self) -> None:
         """Does nothing: gradients of wrapped modules are reduced in the dtype of the computation, as with torch."""
@@ -188,6 +190,8 @@ class Fragment(ShardedParameter):
     @property
     def gradient(self) -> torch.Tensor | None:
         grad = self.sharded.grad
+        if grad is not None:
+            own_memory(grad)
         return grad if grad is None or self.home is None else self.part_in(grad)
 
     @property
@@ -202,20 +206,17 @@ class Fragment(ShardedParameter):
             self.sharded.register_hook(receive)
             self.sharded.requires_grad_(trainable)
 
-    def show_waiting(self) -> torch.Tensor | None:
-        """Show that a gradient waits, so that users can clear it: show the present gradient, or zeros."""
-        if self.sharded.grad is None and self.sharded.requires_grad:
-            self._blank = self.sharded.grad = torch.zeros_like(self.sharded)
-        return self.sharded.grad
+    def follow_hooks(self) -> None:
+        if self.home is None:
+            super().follow_hooks()
+        elif hooks_of_users(self.sharded):
+            warn(
+                "hooks on a FlatParameter (register_hook) are not called, because autograd computes the gradients of "
+                "its parts: use register_post_accumulate_grad_hook, or wrap with use_orig_params=True"
+            )
 
-    def hide_waiting(self) -> None:
-        """Remove the zeros that showed a waiting gradient, unless users wrote to them. The reduced gradient then keeps
-        its own dtype. A rank without elements of the parameter keeps no gradient."""
-        grad, self._blank = self._blank, None
-        if self.sharded.numel() == 0 or (
-            grad is not None and self.sharded.grad is grad and (version_of(grad) == 0 or not grad.any())
-        ):
-            self.sharded.grad = None
+    def blank_gradient(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.sharded.new_zeros(()).expand(self.sharded.shape)
 
     def copy(self, memo: dict[int, Any]) -> Self:
         twin = super().copy(memo)
@@ -270,6 +271,7 @@ class FlatModuleParameters(ModuleParameters):
             if not sharded.requires_grad:
                 continue  # frozen since the forward
             if sharded.grad is not None:
+                own_memory(sharded.grad)
                 more.append((sharded.grad, local))
             elif local.dtype == sharded.dtype:
                 sharded.grad = local

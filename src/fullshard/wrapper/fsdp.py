@@ -7,7 +7,7 @@ any other. The files beside this one make checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,11 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.device import is_host, move_to_device
 from fullshard.full_params import summon_full_params
-from fullshard.fully_shard import add_group, borrow, free_parameters, refuse_torchs
+from fullshard.fully_shard import borrow, check_group
 from fullshard.group.context import GroupOptions
+from fullshard.group.mesh import DataMesh
 from fullshard.group.param_group import ParamGroup
-from fullshard.group.parameter import CHECKPOINTED_NAME, WRAPPED_NAME
+from fullshard.group.parameter import CHECKPOINTED_NAME, WRAPPED_NAME, plain_name
 from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP
+from fullshard.group.verify import compare
+from fullshard.members import Found, check_modules, free_parameters, managed_modules, refuse_torchs
 from fullshard.module import FSDPModule, shards_may_change
 from fullshard.offload_policy import CPUOffloadPolicy, OffloadPolicy
 from fullshard.optim.clip import clip_local_shards
@@ -131,10 +134,12 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
                 both = data.shard_group, data.replicate_group
                 process_group = both if self.sharding_strategy in HYBRID else data.replicate_group
             made = {"process_group": process_group, "sharding_strategy": self.sharding_strategy, "ignored_states": kept}
-            _auto_wrap(module, auto_wrap_policy, self._ignored, {**options, **made})
+            _auto_wrap(module, auto_wrap_policy, self._ignored, {**options, **made}, data)
+        else:
+            _check_tree(module, {}, kept, use_orig_params)
         modules = initialise.managed_modules(module, self._ignored.modules)
         initialise.materialize(modules, param_init_fn, device, self._ignored)
-        found = free_parameters((module,), kept)
+        found = free_parameters(managed_modules((module,)), kept)
         kept_too = {None, *self._ignored.buffers}
         buffers = [(each, name) for each in modules for name in each._buffers if each._buffers[name] not in kept_too]
         extents = refuse_overlaps((module,), found)
@@ -155,7 +160,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             policy = CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy()
             group_options = GroupOptions(unit.mp_policy, policy, FULL_SHARD if auto_reshard else SHARD_GRAD_OP)
             group_options.keep_computed_dtype = precision.keep_low_precision_grads
-            add_group(unit, fragments, data, group_options, FlatGroup)
+            check_group(unit, fragments, data, group_options, FlatGroup)()
         borrow(unit)
         attach(unit)
 
@@ -378,7 +383,25 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     __deepcopy__ = FSDPModule.__deepcopy__
 
 
-def _auto_wrap(root: nn.Module, policy: Any, kept: initialise.Ignored, options: dict[str, Any]) -> None:
+def _check_tree(
+    root: nn.Module, chosen: Mapping[nn.Module, Mapping[str, Any]], kept: set[nn.Parameter], use_orig_params: bool
+) -> Found:
+    """Check ``root`` and the modules inside that were ``chosen``, the innermost first, before the first is wrapped.
+    Returns the parameters that are to be sharded."""
+    refuse_overlaps((root,), ())
+    every, before = Found(), set[nn.Module]()
+    for module, overrides in [*chosen.items(), (root, dict[str, Any]())]:
+        managed = managed_modules((module,), before)
+        check_modules((), managed)
+        found = free_parameters(managed, kept.union(every))
+        named = {locations[0].full_name: param for param, locations in found.items()}
+        initialise.check_flattenable(named, overrides.get("use_orig_params", use_orig_params), were_moved=False)
+        every.update(found)
+        before.add(module)
+    return every
+
+
+def _auto_wrap(root: nn.Module, policy: Any, kept: initialise.Ignored, options: dict[str, Any], data: DataMesh) -> None:
     """Wrap the modules inside of ``root`` that a policy chooses, the innermost first."""
     for name, module in root.named_modules():
         if isinstance(module, FullyShardedDataParallel):
@@ -387,6 +410,11 @@ def _auto_wrap(root: nn.Module, policy: Any, kept: initialise.Ignored, options: 
     apart = () if precision is None else tuple(precision._module_classes_to_ignore)
     forced = {cls: {"mixed_precision": None} for cls in apart}
     chosen, paths = targets(root, policy, kept.modules, kept.params, forced), paths_in(root)
+    found = _check_tree(root, chosen, kept.params, options["use_orig_params"])
+    named = [(plain_name(name), param) for name, param in root.named_parameters() if param in found]
+    described = [f"'{name}' of shape {tuple(param.shape)}, {param.dtype}" for name, param in named]
+    for group in (data.replicate_group, data.shard_group):
+        compare(described, 0, group, "do not shard the same parameters")
     precise = [module for module in chosen if isinstance(module, apart)]
     if precise:
         warn(

@@ -164,8 +164,9 @@ def _where(module: nn.Module, names: Mapping[nn.Module, str]) -> str:
     return f"'{names[module]}', a {type(module).__name__}," if names.get(module) else f"the {type(module).__name__}"
 
 
-def check_flattenable(params: Mapping[str, nn.Parameter], use_orig_params: bool) -> None:
-    """Raise a ValueError for parameters that cannot lie in one flat parameter. Dtypes may differ."""
+def check_flattenable(params: Mapping[str, nn.Parameter], use_orig_params: bool, were_moved: bool = True) -> None:
+    """Raise a ValueError for parameters that cannot lie in one flat parameter. Dtypes may differ, and devices until
+    they ``were_moved`` to one."""
     first = next(iter(params), "")
     for name, param in params.items():
         if not param.is_floating_point():
@@ -182,7 +183,7 @@ def check_flattenable(params: Mapping[str, nn.Parameter], use_orig_params: bool)
             )
         elif isinstance(param, FlatParameter):
             problem = f"'{name}' is a FlatParameter, made of other parameters: wrap the module that it was made for"
-        elif param.device != params[first].device:
+        elif were_moved and param.device != params[first].device:
             problem = f"'{name}' lies on {param.device}, and '{first}' on {params[first].device}: move them to one"
         elif param.requires_grad != params[first].requires_grad and not use_orig_params:
             frozen, trained = (first, name) if param.requires_grad else (name, first)
