@@ -27,9 +27,9 @@ def follow_assignments(_: object) -> None:
 def _replace_property() -> None:
     by_torch: Any = torch.Tensor.data
 
-    def assign(tensor: Any, data: Any) -> None:
+    def assign(tensor: DTensor, data: Any) -> None:
         owner = owner_of(tensor)
-        if owner is None or tensor is not owner[0].params[owner[1]].sharded:
+        if owner is None or id(tensor) != id(owner[0].params[owner[1]].sharded):
             by_torch.__set__(tensor, data)
             return
         name, local, expected = owner[0].params[owner[1]].name, local_of(tensor), spec_of(tensor).placements

@@ -90,7 +90,7 @@ def skip_module(module: nn.Module, tensor: torch.Tensor, *, input_has_gradient: 
             f"skip_module({type(module).__name__}) must be called in the forward of the root, where other ranks call it"
         )
     token = torch.zeros((), device=tensor.device, requires_grad=input_has_gradient and torch.is_grad_enabled())
-    joined: torch.Tensor = _Join.apply(tensor, _skip(module, token))
+    joined: torch.Tensor = _Join.apply(tensor, _skip(module, token))  # type: ignore[no-untyped-call]
     return joined
 
 
@@ -108,7 +108,7 @@ def _skip(module: nn.Module, token: torch.Tensor) -> torch.Tensor:
         ]
     trained = {id(param): param for param in params if param.requires_grad}
     if trained:
-        token = _Zeros.apply(token, *trained.values())
+        token = _Zeros.apply(token, *trained.values())  # type: ignore[no-untyped-call]
     if unit is not None:
         token = unit.post_forward(module, (token,), token)
     return token

@@ -414,7 +414,7 @@ def premultiplied_sum(factor: float) -> Any:
 #: Whether a transform of ``torch.func`` runs: tensors may be wrapped, and operations make wrapped ones.
 transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 #: The mode in which ``make_fx`` records operations, or ``None``. It has no public name.
-make_fx_mode: Callable[[], object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[attr-defined]
+make_fx_mode: Callable[[], object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
 #: ``apply`` of a function outside of transforms, without its search of each argument for dead wrappers of them.
 plain_apply: Callable[[Any], Any] = partial(vars(torch._C._FunctionBase)["apply"].__get__, None)
 

@@ -424,8 +424,8 @@ class Gradients:
         made = self._plans[wanted, is_final] = ReductionPlan(parts, is_final, sums, packed, zero_copy, wire)
         if own:
             plans, dtypes = [part.plan for part in parts], [part.full.dtype for part in parts]
-            indices, kept = [part.indices for part in own], self.feedback.between_replicas
-            made.replica = ReplicaGradients(group, plans, [part.plan for part in own], dtypes, indices, kept)
+            indices, losses = [part.indices for part in own], self.feedback.between_replicas
+            made.replica = ReplicaGradients(group, plans, [part.plan for part in own], dtypes, indices, losses)
             made.replica_parts = own
         if group.wire("reduce") is not None or group.wire("reduce", outer=True) is not None:
             made.on_delivery = self.feedback.note_delivery

@@ -43,7 +43,7 @@ class _Mark(torch.autograd.Function):
 
     @classmethod
     def vmap(cls, info: object, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        return cls.apply(*args), dims[2:]
+        return cls.apply(*args), dims[2:]  # type: ignore[no-untyped-call]
 
 
 class EndOfBackward(_Mark):
@@ -76,7 +76,7 @@ def may_require_grad(tensor: torch.Tensor) -> bool:
 def mark_outputs(unit: Marked, use: object, output: Any) -> Any:
     """Mark the outputs of a unit under a transform: when one has a gradient, the backward of the unit begins."""
     found = list(filter(may_require_grad, tree.tensors(output)))
-    marked = dict(zip(map(id, found), Told.apply(unit.pre_backward, use, *found), strict=True))
+    marked = dict(zip(map(id, found), Told.apply(unit.pre_backward, use, *found), strict=True))  # type: ignore[no-untyped-call]
     return tree.map_tensors(lambda tensor: marked.get(id(tensor), tensor), output)
 
 
@@ -86,7 +86,7 @@ def mark_gradient(unit: Marked, use: object, grad: torch.Tensor) -> torch.Tensor
     A backward through this backward comes here first, and then reads what the backward read.
     """
     if transforms_are_active():
-        return Told.apply(unit.differentiate, use, grad)[0]  # type: ignore[no-any-return]
+        return Told.apply(unit.differentiate, use, grad)[0]  # type: ignore[no-untyped-call]
     if grad.grad_fn is not None:  # a leaf would keep the hook, and depends on nothing
         grad.register_hook(partial(unit.differentiate, use))
     return grad
@@ -113,5 +113,5 @@ def follow_writes(tensors: Sequence[torch.Tensor], aliases: Sequence[torch.Tenso
     for tensor, alias in zip(tensors, aliases, strict=True):
         if alias.grad_fn is not None and not alias.grad_fn.name().startswith(EndOfBackward.__name__):
             version = version_of(tensor)
-            _Written.apply(tensor, alias)
+            _Written.apply(tensor, alias)  # type: ignore[no-untyped-call]
             set_versions((tensor,), (version,))  # no values were written just now
