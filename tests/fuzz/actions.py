@@ -52,7 +52,8 @@ class Train(Action):
 
     `sync` says when gradients are communicated over `micro` micro-batches: `each`, only the `last`, the last while
     parameters stay whole before it (`kept`), or the last over replicas alone (`all-reduce`). `between` happens between
-    forward and backward, `edit` to gradients before the step. Without `step` gradients stay for the next action.
+    forward and backward, an evaluation with this mode `after` the backward, `edit` to gradients before the step.
+    Without `step` gradients stay for the next action.
     `autocast` is around each forward, and casts to bfloat16. With the `zero` "zeros" a first micro-batch that is not
     communicated alone is given up.
     """
@@ -61,6 +62,7 @@ class Train(Action):
     micro: int = 1
     sync: str = "each"
     between: str = ""
+    after: str = ""
     edit: str = ""
     clip: float = 0.0
     step: bool = True
@@ -94,6 +96,8 @@ class Train(Action):
                 raise EndOfProgram  # from here on rounding decides
             if run.finalizes_by_hand and (handle := run.model.finalize_backward(async_op=micro % 2 == 1)):
                 handle.wait()
+        if self.after:
+            Evaluate(self.after).apply(run)
         run.compare_gradients()
         if self.edit:
             self._edit(run)
@@ -184,6 +188,11 @@ class Evaluate(Action):
             run.compare("output", found, expected)
             del found, expected
             run.model.train()
+        stay = [
+            each for each in run.program.actions if getattr(each, "sync", "") == "kept" or isinstance(each, Unshard)
+        ]
+        sets = [each for each in run.program.actions if getattr(each, "name", "") == "set_reshard_after_backward"]
+        run.shows_shards = not (stay or sets or (self.mode == "grad" and self.training))
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class Layer:
     `pack` is what it returns its tensors in; `plain` is an object that nobody can look into. `repeat` is how often it
     runs in a row, `branch` the bit of the batch without which it does not run. `same` is the number of an earlier cell
     of which this one is another use, `tie` that of one whose first weight it has. `inner` are the cells of a nest.
+    With `collects` its input comes in a list, in which it leaves an auxiliary output.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Layer:
     same: int | None = None
     tie: int | None = None
     inner: tuple[Layer, ...] = ()
+    collects: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ def pack(kind: str, main: Tensor, aux: Tensor) -> Any:
         "namedtuple": lambda: Named(main, aux),
         "plain": lambda: Plain(main, aux),
         "weight": lambda: (main, aux),
+        "hidden weight": lambda: Plain(main, aux),
     }
     return containers[kind]()
 
@@ -190,7 +193,8 @@ class Cell(nn.Module):
         if layer.frozen:
             self.requires_grad_(False)
 
-    def forward(self, x: Tensor, control: Control = NO_FAULT, number: int = -1) -> Any:
+    def forward(self, given: Any, control: Control = NO_FAULT, number: int = -1) -> Any:
+        x = given[0]["x"] if isinstance(given, list) else given
         fault = control.fault if number == control.cell else ""
         if fault == "in cell":
             raise Fault("in the forward of a cell")
@@ -205,9 +209,11 @@ class Cell(nn.Module):
             raise Fault("late in the forward of a cell")
         if fault == "backward in cell":
             y = FailingBackward.apply(y)  # type: ignore[no-untyped-call]
-        if self.layer.pack == "weight":  # a view of a parameter leaves the module
+        if isinstance(given, list):
+            given.append({"aux": y.mean(-1, keepdim=True)})
+        if self.layer.pack.endswith("weight"):  # a view of a parameter leaves the module
             weight = next(self.parameters()).flatten()[:1]
-            return pack("weight", y, weight.real.to(y.dtype) if weight.is_complex() else weight)
+            return pack(self.layer.pack, y, weight.real.to(y.dtype) if weight.is_complex() else weight)
         return pack(self.layer.pack, y, y.mean(-1, keepdim=True))
 
 
@@ -245,7 +251,9 @@ class Model(nn.Module):
                 reentrant = layer.checkpoint == "outside reentrant"
                 output = checkpoint(cell, x, control, number, use_reentrant=reentrant)
             else:
-                output = cell(x, control, number)
+                given = [{"x": x}] if layer.collects else x
+                output = cell(given, control, number)
+                x = x + sum(each["aux"] for each in given[1:]) if layer.collects else x
             if control.cell == number and control.fault == "backward":
                 x = FailingBackward.apply(x)  # type: ignore[no-untyped-call]
             for tensor in unpack(output):

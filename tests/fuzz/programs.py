@@ -155,11 +155,32 @@ class _Generator:
         model = self.model(wraps, may_freeze, low)
         sharding = self.sharding(model, world, wraps, original, low, ragged)
         self.optimizers = [*ELEMENTWISE, *self.by_blocks]
+        self.optimizers.remove("temporary")
         if "complex" in kinds_of(model.layers):  # which fused steps do not take
             self.optimizers.remove("fused adamw")
         optimizer = self.random.choice(self.by_blocks if self.by_blocks and self.chance(0.7) else self.optimizers)
         actions = self.actions(model, sharding, may_freeze, optimizer)
+        # Drawn apart, so that the programs of old seeds stay alike.
+        later = random.Random(f"between passes of {self.seed}")
+        if optimizer == "sgd" and later.random() < 0.4:
+            optimizer = "temporary"
+        if not any(layer.checkpoint.startswith("outside") or layer.same is not None for layer in model.layers):
+            # The reference casts what a list holds in a list of its own.
+            layers = [replace(layer, collects=not low and later.random() < 0.15) for layer in model.layers]
+            for at, layer in enumerate(layers):
+                if layer.pack == "plain" and not layer.inner and (original or not wraps):
+                    layers[at] = replace(layer, pack="hidden weight")
+            model = replace(model, layers=tuple(layers))
+        actions = tuple(self.between_passes(action, later, wraps) for action in actions)
         return Program(self.seed, world, transport, model, sharding, optimizer, actions)
+
+    def between_passes(self, action: do.Action, later: random.Random, wraps: bool) -> do.Action:
+        """An action, or one like it that comes after an evaluation, or writes in another way."""
+        if isinstance(action, do.Train) and later.random() < 0.2:
+            return replace(action, after=later.choice(["no_grad", "inference"]))
+        if isinstance(action, do.Write) and not wraps and later.random() < 0.3:
+            return replace(action, how="new data")
+        return action
 
     @property
     def quantizes(self) -> bool:

@@ -80,6 +80,7 @@ class Run:
         self._sharded: dict[str, Any] = {}
         self.model: Any = shard(build(program.model), program.sharding, world.size)
         self.is_unsettled = False  # whether a wrapper may show whole parameters: no backward has ended the last step
+        self.shows_shards = False  # whether the last action was an evaluation
         self.optimizer: Any
         self.optimizer_kind = program.optimizer
         self.new_optimizers(program.optimizer)
@@ -93,6 +94,7 @@ class Run:
                 action.apply(self)
             except EndOfProgram:
                 break
+            self.shows_shards &= isinstance(action, Evaluate)
             self.compare_parameters()
             self.compare_buffers()
         return self.notes
@@ -146,7 +148,8 @@ class Run:
         )
 
     def clip_grad_norm(self, most: float) -> Tensor:
-        norm = nn.utils.clip_grad_norm_(self.shown().values(), most)
+        parameters = self.model.parameters() if self.shows_shards else self.shown().values()
+        norm = nn.utils.clip_grad_norm_(parameters, most)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def round_gradients(self) -> None:
@@ -233,7 +236,10 @@ class Run:
         return {name: self._sharded.get(name, parameter) for name, parameter in now.items()}
 
     def settle(self) -> None:
-        """Let the model show its sharded parameters: what is written to whole ones is thrown away."""
+        """Let the model show its sharded parameters: what is written to whole ones may be thrown away. After an
+        evaluation it shows them by itself."""
+        if self.shows_shards:
+            return
         if not self.program.sharding.wraps:
             for module in self.sharded_modules():
                 module.reshard()

@@ -202,6 +202,15 @@ class Several(list[torch.optim.Optimizer]):
             optimizer.load_state_dict(state)
 
 
+class Temporary(torch.optim.SGD):
+    """Makes an optimizer for each parameter in each step, as layer-wise updates do, and keeps none."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                torch.optim.SGD([parameter], lr=group["lr"]).step()
+
+
 def _muon(parameters: Iterable[nn.Parameter]) -> Several:
     """Muon for matrices, and AdamW for all other parameters."""
     every = list(parameters)
@@ -230,6 +239,7 @@ ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
     "fused adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-2, fused=True),
     "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-2, eps=1e-1),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2, eps=1e-1),
+    "temporary": lambda parameters: Temporary(parameters, lr=0.1),
     "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2, eps=1e-2),
 }
 #: Classes of torchao, if it is there.

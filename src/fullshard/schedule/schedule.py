@@ -213,11 +213,12 @@ class Schedule:
                 group.reshard()
         is_last = mark is None or not self.outermost.modules[0].training  # probably no backward follows
         for group in self.order.entered:
-            if group.full.state is State.UNSHARDED:
-                if is_last:
-                    group.leave_unsharded()
-                else:
-                    group.module_params.note_left()
+            if group.full.state is State.UNSHARDED and is_last:
+                group.leave_unsharded()
+            elif group.full.state is State.UNSHARDED:
+                group.module_params.note_left()
+            elif group.full.state is State.SHARDED_POST_FORWARD and is_last:
+                group.reshard()
         if mark is not None:
             self._last_forward = weakref.ref(mark)
         self.step.end_pass("forward")
