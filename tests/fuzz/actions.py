@@ -25,7 +25,7 @@ from tests.fuzz.checkpoints import cloned
 from tests.fuzz.layout import local, shown_parameters
 from tests.fuzz.models import Control
 from tests.fuzz.sharding import plain_name
-from tests.fuzz.steps import PATTERNS, Batch, Call, Several, objective
+from tests.fuzz.steps import PATTERNS, Batch, Call, Several, descend, objective
 from tests.harness.faults import Fault, failing
 
 if TYPE_CHECKING:
@@ -369,7 +369,10 @@ class SkipStep(Action):
         trains = False
         for rank, worker in enumerate(run.reference.copies):
             with run.as_reference():
-                trains = objective(Call(worker)(batches[rank])).requires_grad
+                loss = objective(Call(worker)(batches[rank]))
+                descend(loss)  # a recomputation may write to buffers
+                trains = loss.requires_grad
+        run.reference.drop_gradients()
         loss = objective(Call(run.model)(batches[run.world.rank]))
         run.is_unsettled = not trains
         optimizers = run.optimizer if isinstance(run.optimizer, Several) else [run.optimizer]

@@ -165,10 +165,10 @@ class _Generator:
         if optimizer == "sgd" and later.random() < 0.4:
             optimizer = "temporary"
         if not any(layer.checkpoint.startswith("outside") or layer.same is not None for layer in model.layers):
-            # The reference casts what a list holds in a list of its own.
+            # The reference casts what a list holds in a list of its own, and parameters before they are returned.
             layers = [replace(layer, collects=not low and later.random() < 0.15) for layer in model.layers]
             for at, layer in enumerate(layers):
-                if layer.pack == "plain" and not layer.inner and (original or not wraps):
+                if layer.pack == "plain" and not layer.inner and not low and (original or not wraps):
                     layers[at] = replace(layer, pack="hidden weight")
             model = replace(model, layers=tuple(layers))
         actions = tuple(self.between_passes(action, later, wraps) for action in actions)
