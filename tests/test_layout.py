@@ -28,6 +28,7 @@ THROUGH = {
     "interop.py": "set_state_dict(",
     "misuse.py": "was called outside the forward",
     "schedule/schedule.py": "Recorder(",
+    "updates.py": "an optimizer has stepped on",
 }
 
 
