@@ -8,11 +8,13 @@ elements of each parameter is kept. It costs milliseconds, and nothing in a step
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.process_group import gather_objects, has_peers
+from fullshard.disk.tensor import DiskTensor
 from fullshard.group.mesh import DataMesh
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter
@@ -58,8 +60,10 @@ def _hashes(tensors: Sequence[torch.Tensor]) -> list[int | None]:
     """A hash of a few elements of each tensor; ``None`` for those without values in memory."""
     samples = {}
     for index, tensor in enumerate(tensors):
-        parts = [part for part in plain_parts(tensor) if part.numel() and not part.is_meta]
-        flat = [(torch.view_as_real(part) if part.is_complex() else part).reshape(-1) for part in parts]
+        inner = () if isinstance(tensor, DiskTensor) else plain_parts(tensor)
+        parts = [part.reshape(-1) for part in inner if part.numel() and not part.is_meta]
+        flat = [torch.view_as_real(part).view(-1) if part.is_complex() else part for part in parts]
+        flat = [part.view(torch.uint8) if part.itemsize == 1 else part for part in flat]
         taken = [part[:: max(1, part.numel() // _SAMPLES)][:_SAMPLES].double() for part in flat]
         if taken:
             samples[index] = torch.cat(taken)[:_SAMPLES] if len(taken) > 1 else taken[0]
@@ -68,7 +72,8 @@ def _hashes(tensors: Sequence[torch.Tensor]) -> list[int | None]:
         lengths = [len(each) for each in samples.values()]
         every = torch.cat([*samples.values()]).cpu().split(lengths)  # one copy from a device
         rows = torch.nn.utils.rnn.pad_sequence(list(every), batch_first=True)
-        for index, digest in zip(samples, torch.hash_tensor(rows, 1).tolist(), strict=True):
+        digests = reduce(torch.bitwise_xor, rows.view(torch.int64).unbind(1))
+        for index, digest in zip(samples, digests.tolist(), strict=True):
             found[index] = digest
     return found
 
