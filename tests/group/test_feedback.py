@@ -92,7 +92,6 @@ def test_a_step_that_a_scaler_skips_leaves_nothing(world: World, transport: str,
     for step in range(steps + 1):
         optimizer.zero_grad()
         (scaler.scale(loss_of(model, world)) * (torch.inf if (step, world.rank) == (steps, 0) else 1)).backward()
-        assert not is_forgotten(group)
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == 2.0**9
