@@ -159,3 +159,36 @@ def test_an_input_that_is_a_leaf_is_not_written_without_a_word(world: World) -> 
     fullshard.fully_shard(model)
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         model(inputs().requires_grad_())
+
+
+class Returns(nn.Linear):
+    """Returns its input beside its output, as it is or as a view."""
+
+    def __init__(self, view: bool) -> None:
+        super().__init__(6, 6)
+        self.view = view
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x[:, :3] if self.view else x), super().forward(x.clone())
+
+
+class WritesOutput(nn.Module):
+    """Writes to an output that is its block's input."""
+
+    def __init__(self, view: bool) -> None:
+        super().__init__()
+        self.blocks, self.scale = nn.ModuleList([nn.Linear(6, 6), Returns(view)]), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        same, y = self.blocks[1](x)
+        same += self.scale
+        result: Tensor = x + y
+        return result
+
+
+@ranks(2)
+def test_an_output_that_is_an_input_is_written_as_the_input_or_not_at_all(world: World) -> None:
+    twins(world, lambda: seeded(lambda: WritesOutput(view=False))).step()
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        twins(world, lambda: seeded(lambda: WritesOutput(view=True))).step()

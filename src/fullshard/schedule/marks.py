@@ -14,7 +14,17 @@ from typing import Any, Protocol
 import torch
 
 from fullshard import tree
-from fullshard.torch_private import outside_transforms, set_versions, transforms_are_active, version_of
+from fullshard.torch_private import (
+    base_of,
+    outside_transforms,
+    plain_apply,
+    set_versions,
+    transforms_are_active,
+    version_of,
+)
+
+#: Inputs that are marked, their aliases, and their versions before: none.
+NONE: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], list[int]] = (), (), []
 
 
 class Marked(Protocol):
@@ -57,6 +67,9 @@ class EndOfBackward(_Mark):
         with outside_transforms():
             ctx.unit.post_backward(ctx.use)
         return (None, None, *(None if grad is None else mark_gradient(ctx.unit, ctx.use, grad) for grad in grads))
+
+
+mark_plain = plain_apply(EndOfBackward)  # outside of transforms
 
 
 class Told(_Mark):
@@ -106,6 +119,30 @@ class _Written(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(grad), grad
+
+
+class _Fixed(torch.autograd.Function):
+    """Returns its tensor as a view that autograd does not let anyone write to in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+def own_inputs(output: Any, tensors: Sequence[torch.Tensor], aliases: Sequence[torch.Tensor]) -> Any:
+    """``output`` with the ``tensors`` themselves in place of their aliases, and views of aliases fixed. Otherwise the
+    caller could write to its tensors through the outputs, and they would not have the history of that."""
+    own = dict(zip(map(id, aliases), tensors, strict=True))
+
+    def replaced(each: torch.Tensor) -> torch.Tensor:
+        fixed: Any = _Fixed.apply if id(base_of(each)) in own else lambda tensor: tensor
+        return own[id(each)] if id(each) in own else fixed(each)  # type: ignore[no-any-return]
+
+    return tree.map_tensors(replaced, output)
 
 
 def follow_writes(tensors: Sequence[torch.Tensor], aliases: Sequence[torch.Tensor]) -> None:

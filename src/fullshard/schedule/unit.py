@@ -34,13 +34,12 @@ from fullshard.device import is_host
 from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
 from fullshard.policies import MixedPrecisionPolicy
+from fullshard.schedule import marks
 from fullshard.schedule.checks import Emptied
-from fullshard.schedule.marks import EndOfBackward, follow_writes, mark_gradient, mark_outputs, may_require_grad
 from fullshard.schedule.schedule import Schedule
 from fullshard.torch_private import (
     base_of,
     outside_transforms,
-    plain_apply,
     running_backward,
     storage_id,
     transforms_are_active,
@@ -49,9 +48,6 @@ from fullshard.torch_private import (
 from fullshard.tree import Replacements
 from fullshard.updates import refuse_updated
 
-_mark_plain = plain_apply(EndOfBackward)
-#: No tensors, no aliases, and no versions.
-_NONE: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], list[int]] = (), (), []
 #: Arguments of a forward.
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -112,7 +108,7 @@ class Unit:
         self._replaced = Replacements()  # in the callers' containers, while a forward runs
         self._use = Use()
         #: The inputs that are marked in the forward that runs, their aliases, and their versions before it.
-        self._marked = _NONE
+        self._marked = marks.NONE
         self._recomputes = self._is_transformed = False  # whether its forward does, or is under a transform
         self._is_opaque = False  # whether its forward returned no tensor: nothing tells when its backward begins
         self._in_backward: dict[Use, None] = {}  # the uses whose backward has begun and not ended
@@ -139,7 +135,7 @@ class Unit:
         elif self.phase is Phase.FORWARD and not self._in_method:
             for tensor in tree.tensors((args, kwargs)):
                 if tensor.grad_fn is not None and torch.is_grad_enabled():  # a leaf would keep the hook
-                    tensor.register_hook(partial(mark_gradient, self, self._use))
+                    tensor.register_hook(partial(marks.mark_gradient, self, self._use))
         return args, kwargs
 
     def _enter(self) -> bool:
@@ -189,11 +185,14 @@ class Unit:
             self._replaced.restore(module)
         if self.phase is Phase.BACKWARD or self._in_method:
             return tree.cast_floating(output, self.mp_policy.output_dtype)
-        (inputs, aliases, versions), self._marked = self._marked, _NONE
+        (inputs, aliases, versions), self._marked = self._marked, marks.NONE
         if versions != [*map(version_of, inputs)]:
-            follow_writes(inputs, aliases)
+            marks.follow_writes(inputs, aliases)
         gathered = {*map(attrgetter("full.buffer.storage_id"), self.needed)}
         found = tree.reachable_tensors(output)
+        if aliases and not {*map(id, aliases)}.isdisjoint(map(id, (*found, *map(base_of, found)))):
+            output = marks.own_inputs(output, inputs, aliases)
+            found = tree.reachable_tensors(output)
         if not gathered.isdisjoint(map(storage_id, found)):  # another group is about to get their memory
             output = tree.replace_reachable(lambda each: each.clone() if storage_id(each) in gathered else each, output)
             found = tree.reachable_tensors(output)
@@ -203,7 +202,7 @@ class Unit:
         differentiates = self._is_transformed or torch.is_grad_enabled()
         self._is_opaque |= differentiates and not found
         if self._is_transformed:
-            output = mark_outputs(self, self._use, output)
+            output = marks.mark_outputs(self, self._use, output)
             with outside_transforms():
                 self._leave(module, None)
             return output
@@ -266,11 +265,11 @@ class Unit:
 
     def _mark_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Put :class:`EndOfBackward` on the inputs that require gradients; under a transform, on all that may."""
-        wanted = may_require_grad if self._is_transformed else attrgetter("requires_grad")
+        wanted = marks.may_require_grad if self._is_transformed else attrgetter("requires_grad")
         inputs = list(filter(wanted, tree.tensors((args, kwargs) if kwargs else args)))
         if not inputs:
             return args, kwargs
-        marked = (EndOfBackward.apply if self._is_transformed else _mark_plain)(self, self._use, *inputs)
+        marked = (marks.EndOfBackward.apply if self._is_transformed else marks.mark_plain)(self, self._use, *inputs)
         self._marked = inputs, marked, [*map(version_of, inputs)]
         if not kwargs and [*map(id, inputs)] == [*map(id, args)]:
             return marked, kwargs
@@ -358,7 +357,7 @@ class Unit:
                 group.gradients.wait_for_more()
         if self.phase is Phase.FORWARD and not self._recomputes:
             return  # a backward inside of the forward, which needs the parameters until it ends
-        self.phase, self._marked = Phase.IDLE, _NONE
+        self.phase, self._marked = Phase.IDLE, marks.NONE
         self.to_run.clear()
         for group in self.needed:
             group.users.discard(self)
@@ -379,7 +378,7 @@ class Unit:
         self.phase = Phase.IDLE
         self._in_backward, self._is_differentiated, self._is_opaque = {}, False, False
         self.to_run.clear()
-        self._marked = _NONE
+        self._marked = marks.NONE
         for group in self.groups:
             group.users.clear()
             group.reset()
@@ -389,7 +388,7 @@ class Unit:
         twin: Unit = copy.copy(self)
         memo[id(self)] = twin
         twin.schedule, twin.needed, twin.emptied, twin.extents = None, [], [], []
-        twin.to_run, twin._in_backward, twin._marked, twin._replaced = set(), {}, _NONE, Replacements()
+        twin.to_run, twin._in_backward, twin._marked, twin._replaced = set(), {}, marks.NONE, Replacements()
         for name in self.tree:
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         return twin
