@@ -44,6 +44,8 @@ Pass = Literal["forward", "backward"]
 Moment = tuple[Pass, int, int]
 _NOT_COUNTED = -1
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
+_RECURRENT = torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten.mkldnn_rnn_layer_backward
+_KEPT_BY_RECURRENT = 7  # times the output
 _CONVOLUTIONS = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 #: A function of the model and a batch: it runs the model and returns the loss.
 Loss = Callable[[nn.Module, Any], Any]
@@ -280,7 +282,10 @@ class _Step(DispatchMode):
             result = answer(func, args, self._values)
         if func is _GROUPED_MM:
             result = result.to(args[0].dtype)
-        formula = self._formulas.get(getattr(func, "overloadpacket", func))
+        operator = getattr(func, "overloadpacket", func)
+        if operator is _RECURRENT[0]:  # gates and states of all steps, whose size fake tensors do not have
+            self._count(result[3], _KEPT_BY_RECURRENT * result[0].nbytes)
+        formula = self._formulas.get(operator)
         if formula is not None:
             at = self._position.get(self._unit, 0)
             self.flops[self.during, at] += formula(*args, **(kwargs or {}), out_val=result)
@@ -289,19 +294,29 @@ class _Step(DispatchMode):
                 self._fakes.note(tensor)
                 if tensor.device.type == self._device:
                     self._count(tensor)
-        if self._device == "cpu" and getattr(func, "overloadpacket", func) in _CONVOLUTIONS:
-            weight = args[1 + (len(args) > 9)]  # which is copied in the order of the kernel, while that runs
-            number = len(self._changes)
-            self._changes += [(number, weight.nbytes), (number, -weight.nbytes)]
+        if self._device == "cpu":
+            self._count_copies(operator, args)
         return result
 
-    def _count(self, tensor: torch.Tensor) -> None:
+    def _count_copies(self, operator: Any, args: tuple[Any, ...]) -> None:
+        """Count what kernels of the CPU take while they run: copies of weights in the order of the kernel."""
+        copied = 0
+        if operator in _CONVOLUTIONS:
+            copied = args[1 + (len(args) > 9)].nbytes
+        elif operator in _RECURRENT:
+            copied = (args[1].nbytes + args[2].nbytes) * (1 + (operator is _RECURRENT[1]))  # and of their gradients
+        if copied:
+            number = len(self._changes)
+            self._changes += [(number, copied), (number, -copied)]
+
+    def _count(self, tensor: torch.Tensor, nbytes: int = 0) -> None:
         """Count the memory of a result from now on, unless it lies in memory that counts already."""
         key, storage = storage_id(tensor), tensor.untyped_storage()
+        nbytes = nbytes or storage.nbytes()
         if key not in self._alive:
             number = self._alive[key] = len(self._changes)
-            self._changes.append((number, storage.nbytes()))
-            weakref.finalize(storage, self._forget, key, number, storage.nbytes()).atexit = False
+            self._changes.append((number, nbytes))
+            weakref.finalize(storage, self._forget, key, number, nbytes).atexit = False
 
     def _forget(self, key: int, number: int, nbytes: int) -> None:
         self._changes.append((number, -nbytes))
