@@ -40,6 +40,11 @@ def bytes_now() -> float:
     return _status("RssAnon") + _shared_bytes()
 
 
+def page_tables() -> float:
+    """Bytes of the kernel's tables of this process's pages."""
+    return _status("VmPTE")
+
+
 def bytes_allocated() -> float:
     """Bytes that were asked of ``malloc`` and not given back, touched or not, plus the share of shared mappings."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)

@@ -93,6 +93,35 @@ def test_freed_memory_between_what_is_in_use_is_bounded() -> None:
     assert kept < 8, "little that was freed stays for the next pieces"
 
 
+AT_ONCE = """
+import os
+import torch
+from fullshard.buffer.heap import keep_freed, return_at_once
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+return_at_once()
+before = resident()
+keep_freed(owner := torch.nn.Linear(1, 1), 2**30)
+pieces = [torch.ones(2**18) for _ in range(100)]
+del pieces[:99]
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(heap._libc, "mallinfo2"), reason="not glibc")
+def test_nothing_that_was_freed_is_kept_where_memory_is_scarce() -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in heap._SETTINGS}
+    command = [sys.executable, "-c", AT_ONCE]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert float(ended.stdout) < 8
+
+
 class Owner:
     """Something that lives and ends."""
 

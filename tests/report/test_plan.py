@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -187,3 +188,11 @@ def test_a_plan_that_is_refused_changes_nothing(
     with pytest.raises(error, match=message):
         replace(PLAN, ranks=1, **plan).apply(model, **options)
     assert dict(model.named_modules()) == modules
+
+
+@ranks(1)
+def test_the_heap_keeps_nothing_where_a_plan_needs_most_of_the_memory(world: World) -> None:
+    for memory, times in ((2**30, 0), (2**26, 1)):
+        with mock.patch("fullshard.report.plan.return_at_once") as told:
+            replace(PLAN, ranks=1, memory=memory).apply(WORK.build())
+        assert told.call_count == times

@@ -92,3 +92,11 @@ def test_what_is_kept_for_the_next_step_is_at_most_the_peak() -> None:
 @pytest.mark.parametrize(("parts", "nbytes"), [((), 0), ((("a", 2, 5), ("b", 1, 3)), 13)])
 def test_the_memory_of_a_phase_is_the_sum_of_its_parts(parts: Any, nbytes: int) -> None:
     assert Phase("forward", parts).nbytes == nbytes
+
+
+def test_groups_whose_end_nothing_tells_are_reduced_when_the_backward_of_the_model_ends() -> None:
+    given = facts()
+    found, plain = Replay(given, (0, 1)), Replay(given)
+    expected = [("compute", 2), ("reduce", 2), ("compute", 1), ("compute", 0), ("reduce", 1), ("reduce", 0)]
+    assert actions(found, "compute", "reduce", during="backward") == expected
+    assert Phase("", found.peaks["backward"]).nbytes > Phase("", plain.peaks["backward"]).nbytes

@@ -24,6 +24,7 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 #: lower ones: a program that was told once to go by fixed thresholds would have to ask the system for every tensor.
 _LARGEST_PIECE = 32 * 2**20
 KEPT_BY_ITSELF = 2 * _LARGEST_PIECE
+_SMALL_PIECE = 2**17  # where pieces of the system begin in a program that has freed none
 _LARGEST_INT = 2**31 - 1
 #: With any of these the user has chosen thresholds.
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
@@ -31,16 +32,26 @@ _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD
 kept = 0  # the bytes that the heap was told to keep; 0 while no tree asks for it
 _asked: dict[int, int] = {}
 _is_over = False
+_returns_at_once = False
 _beside: int | None = None  # resident bytes that were not allocated after the last return; ``None``: no bound yet
 
 
 def keep_freed(owner: object, nbytes: int) -> None:
     """Let the heap, if it is glibc's and the user has not decided, keep so much freed memory while ``owner`` lives."""
-    if _user_decides() or not set_option(MMAP_THRESHOLD, _LARGEST_PIECE):
+    if _returns_at_once or _user_decides() or not set_option(MMAP_THRESHOLD, _LARGEST_PIECE):
         return
     weakref.finalize(owner, _forget_owner, id(owner)).atexit = False
     _asked[id(owner)] = min(nbytes, _LARGEST_INT)
     _set_threshold()
+
+
+def return_at_once() -> None:
+    """From now on the heap, if it is glibc's and the user has not decided, keeps nearly nothing that was freed: for a
+    model that needs most of a given memory."""
+    global _returns_at_once
+    if not _user_decides() and set_option(MMAP_THRESHOLD, _SMALL_PIECE):
+        _returns_at_once = set_option(TRIM_THRESHOLD, _SMALL_PIECE)
+        return_freed()
 
 
 def bound_freed(nbytes: int) -> None:
@@ -101,7 +112,7 @@ def _after_collection(phase: str, info: object) -> None:
 def _set_threshold() -> None:
     global kept
     wanted = max(_asked.values(), default=0)
-    if wanted != kept and set_option(TRIM_THRESHOLD, max(wanted, KEPT_BY_ITSELF)):
+    if wanted != kept and not _returns_at_once and set_option(TRIM_THRESHOLD, max(wanted, KEPT_BY_ITSELF)):
         kept = wanted
 
 

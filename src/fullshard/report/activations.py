@@ -11,14 +11,11 @@ Nothing is gathered or sent. Afterwards modules and units are as they were befor
 
 from __future__ import annotations
 
-import gc
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import accumulate
@@ -28,19 +25,27 @@ import torch
 from torch import nn
 
 from fullshard import tree
-from fullshard.group.context import GroupContext
-from fullshard.group.owners import owner_of
-from fullshard.group.parameter import ShardedParameter
+from fullshard.report.fakes import Fakes, fake_parameters, restored
 from fullshard.report.snapshot import Snapshot, holder_of
 from fullshard.report.text import bytes_text, counted, quantity_text
+from fullshard.report.values import UnknownValueError, Values, answer
 from fullshard.schedule.unit import Inputs, Unit, units_in
-from fullshard.torch_private import DispatchMode, FakeTensor, FakeTensorMode, plain_parts, pytree, storage_id
+from fullshard.torch_private import (
+    READS_VALUES,
+    DispatchMode,
+    plain_parts,
+    pytree,
+    storage_id,
+)
 
 Pass = Literal["forward", "backward"]
 #: A time of a step: the pass, the position of the group whose modules run, and that of the group whose modules ended
 #: last in this pass. -1 is none; the root has none if its parameters are all in other groups.
 Moment = tuple[Pass, int, int]
 _NOT_COUNTED = -1
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
+_RECURRENT = torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten.mkldnn_rnn_layer_backward
+_KEPT_BY_RECURRENT = 7  # times the output
 _CONVOLUTIONS = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 #: A function of the model and a batch: it runs the model and returns the loss.
 Loss = Callable[[nn.Module, Any], Any]
@@ -64,6 +69,8 @@ class Activations:
         kept_by: what the forward of each group's modules left alive, by the position of the group.
         late: positions of groups whose modules get a gradient after their backward had ended, of an output that they
             were given as an input. They are gathered again, and stay whole until the backward of the model ends.
+        open_ended: positions of groups whose modules were given nothing that requires gradients: nothing tells when
+            their backward ends, so they are reduced and resharded when that of the model ends.
     """
 
     kept: int
@@ -76,13 +83,14 @@ class Activations:
     peaks: Mapping[Moment, int] = field(default_factory=dict)
     kept_by: Mapping[int, int] = field(default_factory=dict)
     late: tuple[int, ...] = ()
+    open_ended: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The sums as plain data."""
         return {
             name: value
             for name, value in vars(self).items()
-            if name not in ("flops", "order", "peaks", "kept_by", "late")
+            if name not in ("flops", "order", "peaks", "kept_by", "late", "open_ended")
         } | {
             f"{when} FLOPs": sum(flops for (during, _), flops in self.flops.items() if during == when)
             for when in ("forward", "backward")
@@ -97,16 +105,23 @@ class Activations:
         )
 
 
-def trace_step(model: nn.Module, batch: Any, loss: Loss | None = None, program: Snapshot | None = None) -> Activations:
+def trace_step(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss | None = None,
+    values: Values | None = None,
+    program: Snapshot | None = None,
+) -> Activations:
     """Runs one forward and backward of a sharded model on fake tensors. Communicates nothing and changes nothing: what
     the model's code caches meanwhile is put back.
 
     Args:
         model: the sharded model, which may be on meta.
-        batch: the input of one rank: a tensor, a tuple of positional arguments, or a dict of keyword arguments. Only
-            shapes and dtypes matter, so its tensors may be on meta.
+        batch: the input of one rank: a tensor, a tuple of positional arguments, or a dict of keyword arguments. Its
+            tensors may be on meta: only shapes and dtypes matter, and the values of small tensors of integers.
         loss: runs the model on the batch and returns the loss. Without it, backward begins at the scalars that forward
             returns, or else at all its outputs.
+        values: what forward gets where it reads values of tensors.
         program: a snapshot of what is not the model's own, for several traces.
 
     Raises:
@@ -117,9 +132,9 @@ def trace_step(model: nn.Module, batch: Any, loss: Loss | None = None, program: 
     if not tree.tensors(batch):
         raise ValueError(f"batch has no tensor, so the shapes of a step are unknown: got {batch!r}")
     before = (program or Snapshot()).including(model, loss)
-    fakes = _Fakes(units_in(model)[0].device)
+    fakes = Fakes(units_in(model)[0].device)
     try:
-        found: Activations = copy_context().run(_traced, model, batch, loss, fakes)
+        found: Activations = copy_context().run(_traced, model, batch, loss, values, fakes)
     except BaseException:
         before.restore(fakes.has_made)
         raise
@@ -134,10 +149,10 @@ def trace_step(model: nn.Module, batch: Any, loss: Loss | None = None, program: 
     return found
 
 
-def _traced(model: nn.Module, batch: Any, loss: Loss | None, fakes: _Fakes) -> Activations:
-    step = _Step(units_in(model), fakes)
-    given = tree.map_tensors(fakes.like, batch)
-    with _fake_parameters(model, fakes), _fake_units(units_in(model), step):
+def _traced(model: nn.Module, batch: Any, loss: Loss | None, values: Values | None, fakes: Fakes) -> Activations:
+    step = _Step(units_in(model), fakes, values)
+    given = tree.map_tensors(fakes.of_batch, batch)
+    with fake_parameters(model, fakes), _fake_units(units_in(model), step):
         step.ignore(fake for _, fake in fakes.made.values())
         try:
             with torch.compiler.set_stance("force_eager"), torch.enable_grad(), fakes.mode, step:
@@ -146,10 +161,11 @@ def _traced(model: nn.Module, batch: Any, loss: Loss | None, fakes: _Fakes) -> A
                 if starts := _starts(output):
                     torch.autograd.backward(starts, [each.new_ones(()).expand_as(each) for each in starts])
         except Exception as error:
+            reads = isinstance(error, UnknownValueError)
+            why = str(error) if reads else f"{type(error).__name__}: {error}. Check that the batch fits the model"
             raise RuntimeError(
                 f"the {step.during} of this {type(model).__name__} failed on tensors without values, so its "
-                f"activations are unknown ({type(error).__name__}: {error}). Check that the batch fits the model. If "
-                f"it does, the model reads values of tensors: explain() without a batch tells all but activations"
+                f"activations are unknown: {why}"
             ) from error
     if not starts:
         raise ValueError(f"nothing that the forward of this {type(model).__name__} returned requires gradients")
@@ -164,6 +180,7 @@ def _traced(model: nn.Module, batch: Any, loss: Loss | None, fakes: _Fakes) -> A
         "tokens" if is_tokens else "samples",
         *step.by_moment(),
         tuple(step.late),
+        tuple(step.open_ended),
     )
 
 
@@ -177,6 +194,13 @@ def _starts(output: object) -> list[torch.Tensor]:
     """The tensors at which backward begins: the scalars among those that require gradients, or else all of these."""
     trained = [each for each in tree.reachable_tensors(output) if each.requires_grad]
     return [each for each in trained if each.ndim == 0] or trained
+
+
+def _lowered(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an operation. Torch's shapes of a grouped product on the CPU are for bf16 alone."""
+    if func is not _GROUPED_MM:
+        return args
+    return *(each.to(torch.bfloat16) for each in args[:2]), *args[2:]
 
 
 @cache
@@ -193,126 +217,14 @@ def _formulas() -> dict[Any, Any]:
     }
 
 
-class _Fakes:
-    """Makes fake tensors on ``device``: one for each tensor, so that tied tensors stay tied.
-
-    Attributes:
-        made: by the id of what they stand for, which is there too, so that its id stays its own.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.made: dict[int, tuple[object, torch.Tensor]] = {}
-        self._device = device
-        self._alive: dict[int, weakref.ref[torch.Tensor]] = {}
-
-    def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake of a tensor."""
-
-        def make() -> torch.Tensor:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
-            if isinstance(tensor, nn.Parameter):
-                return nn.Parameter(fake, tensor.requires_grad)
-            return fake.requires_grad_(tensor.requires_grad)
-
-        fake: torch.Tensor = self._made(tensor, make)
-        return fake
-
-    def whole(self, group: GroupContext, param: ShardedParameter) -> nn.Parameter:
-        """The fake of an unsharded parameter, in the dtype in which it is computed."""
-
-        def make() -> nn.Parameter:
-            shape = [param.shape[at] for at in param.order]
-            flat = torch.empty(math.prod(shape), dtype=group.compute_dtype(param), device=self._device)
-            fake = nn.Parameter(param.as_before(param.view(flat, shape)), param.sharded.requires_grad)
-            vars(fake).update(param.attributes)
-            return fake
-
-        fake: nn.Parameter = self._made(param, make)
-        return fake
-
-    def _made(self, original: object, make: Callable[[], Any]) -> Any:
-        if id(original) not in self.made:
-            with self.mode, torch.no_grad():
-                self.made[id(original)] = original, make()
-            self.note(self.made[id(original)][1])
-        return self.made[id(original)][1]
-
-    def note(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that was made in this mode."""
-        self._alive[id(tensor)] = weakref.ref(tensor, partial(self._forget, id(tensor)))
-
-    def _forget(self, key: int, ref: weakref.ref[torch.Tensor]) -> None:
-        if self._alive.get(key) is ref:
-            del self._alive[key]
-
-    def has_made(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor was made in this mode."""
-        return isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode
-
-    def left(self) -> torch.Tensor | None:
-        """A tensor that is still alive, if there is one."""
-        if self._alive:
-            gc.collect()
-        return next((tensor for ref in self._alive.values() if (tensor := ref()) is not None), None)
-
-
-@contextmanager
-def _fake_parameters(model: nn.Module, fakes: _Fakes) -> Iterator[None]:
-    """A context in which the modules of a model show whole fake parameters, and have fake buffers."""
-    params = [(group, param) for unit in units_in(model) for group in unit.groups for param in group.params]
-    hidden = {id(param.hidden): (group, param) for group, param in params if param.hidden is not None}
-    modules = [vars(module) for module in model.modules()]
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in hidden:
-            return fakes.whole(*hidden[id(tensor)])
-        if (owner := owner_of(tensor)) is None:
-            return fakes.like(tensor)
-        group, index = owner
-        return fakes.whole(group, group.params[index])
-
-    with _restored(modules):
-        for attributes in modules:
-            for name, value in attributes.items():
-                if name in ("_parameters", "_buffers"):
-                    value.update({key: fake(tensor) for key, tensor in value.items() if tensor is not None})
-                elif isinstance(value, (torch.Tensor, list, tuple, dict)) and name != "_modules":
-                    attributes[name] = tree.map_tensors(fake, value)
-        for group, param in params:
-            for place in param.locations:  # a flat parameter has taken away the name
-                vars(place.module).pop(place.name, None)
-                place.module._parameters[place.name] = fakes.whole(group, param)
-        yield
-
-
 @contextmanager
 def _fake_units(units: Sequence[Unit], step: _Step) -> Iterator[None]:
     """A context in which units tell ``step`` when they run, cast inputs and outputs, and do nothing else."""
-    with _restored([vars(unit) for unit in units]):
+    with restored([vars(unit) for unit in units]):
         for unit in units:
             vars(unit)["pre_forward"] = partial(step.before_forward, unit)
             vars(unit)["post_forward"] = partial(step.after_forward, unit)
         yield
-
-
-@contextmanager
-def _restored(objects: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """A context that ends with each dict as it was, and with the dicts and lists in it as they were."""
-    before = [
-        [(name, value, copy(value) if type(value) in (dict, list) else None) for name, value in each.items()]
-        for each in objects
-    ]
-    try:
-        yield
-    finally:
-        for each, values in zip(objects, before, strict=True):
-            each.clear()
-            for name, value, copied in values:
-                each[name] = value
-                if copied is not None:
-                    value.clear()
-                    (value.update if type(value) is dict else value.extend)(copied)
 
 
 class _Step(DispatchMode):
@@ -327,9 +239,9 @@ class _Step(DispatchMode):
 
     supports_higher_order_operators = True  # such as flex attention
 
-    def __init__(self, units: Sequence[Unit], fakes: _Fakes) -> None:
+    def __init__(self, units: Sequence[Unit], fakes: Fakes, values: Values | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._fakes = fakes
+        self._fakes, self._values = fakes, values
         self.during: Pass = "forward"
         self.flops: Counter[tuple[Pass, int]] = Counter()
         self.order: list[int] = []
@@ -351,6 +263,7 @@ class _Step(DispatchMode):
         self._began: list[int] = []
         self._over: set[int] = set()  # the positions of those whose backward has ended
         self.late: dict[int, None] = {}
+        self.open_ended: dict[int, None] = {}
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do not count the memory of tensors, and drop their gradients when they are complete, as groups do."""
@@ -363,8 +276,16 @@ class _Step(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # first its class says which operations this is on its parts
-        result = func(*args, **(kwargs or {}))
-        formula = self._formulas.get(getattr(func, "overloadpacket", func))
+        try:
+            result = func(*_lowered(func, args), **(kwargs or {}))
+        except READS_VALUES:
+            result = answer(func, args, self._values)
+        if func is _GROUPED_MM:
+            result = result.to(args[0].dtype)
+        operator = getattr(func, "overloadpacket", func)
+        if operator is _RECURRENT[0]:  # gates and states of all steps, whose size fake tensors do not have
+            self._count(result[3], _KEPT_BY_RECURRENT * result[0].nbytes)
+        formula = self._formulas.get(operator)
         if formula is not None:
             at = self._position.get(self._unit, 0)
             self.flops[self.during, at] += formula(*args, **(kwargs or {}), out_val=result)
@@ -373,19 +294,29 @@ class _Step(DispatchMode):
                 self._fakes.note(tensor)
                 if tensor.device.type == self._device:
                     self._count(tensor)
-        if self._device == "cpu" and getattr(func, "overloadpacket", func) in _CONVOLUTIONS:
-            weight = args[1 + (len(args) > 9)]  # which is copied in the order of the kernel, while that runs
-            number = len(self._changes)
-            self._changes += [(number, weight.nbytes), (number, -weight.nbytes)]
+        if self._device == "cpu":
+            self._count_copies(operator, args)
         return result
 
-    def _count(self, tensor: torch.Tensor) -> None:
+    def _count_copies(self, operator: Any, args: tuple[Any, ...]) -> None:
+        """Count what kernels of the CPU take while they run: copies of weights in the order of the kernel."""
+        copied = 0
+        if operator in _CONVOLUTIONS:
+            copied = args[1 + (len(args) > 9)].nbytes
+        elif operator in _RECURRENT:
+            copied = (args[1].nbytes + args[2].nbytes) * (1 + (operator is _RECURRENT[1]))  # and of their gradients
+        if copied:
+            number = len(self._changes)
+            self._changes += [(number, copied), (number, -copied)]
+
+    def _count(self, tensor: torch.Tensor, nbytes: int = 0) -> None:
         """Count the memory of a result from now on, unless it lies in memory that counts already."""
         key, storage = storage_id(tensor), tensor.untyped_storage()
+        nbytes = nbytes or storage.nbytes()
         if key not in self._alive:
             number = self._alive[key] = len(self._changes)
-            self._changes.append((number, storage.nbytes()))
-            weakref.finalize(storage, self._forget, key, number, storage.nbytes()).atexit = False
+            self._changes.append((number, nbytes))
+            weakref.finalize(storage, self._forget, key, number, nbytes).atexit = False
 
     def _forget(self, key: int, number: int, nbytes: int) -> None:
         self._changes.append((number, -nbytes))
@@ -440,7 +371,11 @@ class _Step(DispatchMode):
             if self._running:
                 self._around.setdefault(unit, self._running[-1])
             self._running.append(unit)
-            self.order += [self._position[unit]] if unit in self._position else []
+            if unit in self._position:
+                is_first = not unit.is_list or self._position[unit] not in self.order
+                if is_first and not any(tensor.requires_grad for tensor in tree.tensors((args, kwargs))):
+                    self.open_ended[self._position[unit]] = None
+                self.order.append(self._position[unit])
         dtype = unit.mp_policy.param_dtype if unit.casts_inputs else None
         args, kwargs = tree.cast_floating((args, kwargs), dtype)
         for tensor in tree.tensors((args, kwargs)):
@@ -450,10 +385,12 @@ class _Step(DispatchMode):
 
     def after_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         output = tree.cast_floating(output, unit.mp_policy.output_dtype)
-        for tensor in tree.reachable_tensors(output):
-            if tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(partial(self._enter, unit))
+        trained = [each for each in tree.reachable_tensors(output) if each.requires_grad and torch.is_grad_enabled()]
+        for tensor in trained:
+            tensor.register_hook(partial(self._enter, unit))
         if self.during == "forward":
+            if not trained:  # it has no backward
+                self.open_ended.pop(self._position.get(unit, -1), None)
             self._running.pop()
             self._forwards.append((self._position.get(unit, -1), self._began.pop(), len(self._changes)))
             around = self._around.get(unit)

@@ -31,6 +31,7 @@ from fullshard.report.fit import Fit, fit_into, memory_of
 from fullshard.report.meta_copy import build_on_meta
 from fullshard.report.replay import ExchangeTotal, Phase, Replay
 from fullshard.report.text import bytes_of, counted, wrapped
+from fullshard.report.values import Values
 from fullshard.schedule.unit import unit_of, units_in
 from fullshard.torch_private import simulated_world
 
@@ -70,7 +71,7 @@ class Explanation:
     @cached_property
     def replay(self) -> Replay:
         """The predicted events of a step."""
-        return Replay(self.facts)
+        return Replay(self.facts, () if self.activations is None else self.activations.open_ended)
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -243,6 +244,7 @@ def explain(
     batch: Any = None,
     loss: Loss | None = None,
     device_memory: float | str | None = None,
+    values: Values | None = None,
 ) -> Explanation:
     """Explains what sharding does to a model: how it is cut, how much memory and traffic a step needs, and why.
 
@@ -263,11 +265,14 @@ def explain(
             which keeps two moments in the dtype of the parameter: 8 for fp32.
         batch: an example of what one rank's forward gets: a tensor, a tuple of positional arguments, or a dict of
             keyword arguments. Forward and backward then run on tensors that have no memory, to count activations and
-            FLOPs. Only the batch's shapes and dtypes matter. The model stays as it is.
+            FLOPs. Only the batch's shapes and dtypes matter, and values of small tensors of integers. The model stays
+            as it is.
         loss: a function of the model and the batch that runs the model and returns the loss, if forward does not return
             the loss itself.
         device_memory: the memory of the device of one rank, in bytes or as ``"80GB"``, to say whether a step fits. The
             default is that of the accelerator on which the model computes, if it does.
+        values: what forward gets where it reads a value of a tensor (``item()``, ``if``, a mask as an index): one
+            number, or numbers by line, such as ``{"model.py:31": 4}``.
 
     Returns:
         plain data about this rank. A call with a model communicates nothing, so any rank may call it alone.
@@ -289,7 +294,7 @@ def explain(
     def explained(sharded: nn.Module) -> Explanation:
         facts, found = facts_of(sharded), None
         if batch is not None:
-            found = trace_step(sharded, batch, loss)
+            found = trace_step(sharded, batch, loss, values)
             facts = facts_of(sharded, found.order)
         memory = memory_of(units_in(sharded)[0].device) if size is None else size
         kept = state_bytes(sharded, optimizer_bytes)

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.buffer.heap import KEPT_BY_ITSELF, return_at_once
 from fullshard.fully_shard import fully_shard
 from fullshard.offload_policy import CPUOffloadPolicy, DiskOffloadPolicy
 from fullshard.report.text import bytes_text, counted, percent, seconds_text, table, wrapped
@@ -99,7 +100,8 @@ class Plan:
         """Shards a model as planned, in place: wraps what is recomputed with torch's checkpoint wrapper, and calls
         :func:`fullshard.fully_shard` for each group.
 
-        The keys of state dicts stay as they are.
+        The keys of state dicts stay as they are. Where the memory is less than about twice what is needed, the C
+        library's heap returns from now on at once what is freed: in a container, what it keeps counts too.
 
         Args:
             model: the model, on any device, not sharded yet.
@@ -116,6 +118,8 @@ class Plan:
         Ranks: all alike, with the same plan.
         """
         self._check_use(model, options)
+        if self.memory < 2 * self.needed + KEPT_BY_ITSELF:  # what the heap may keep beside what is in use
+            return_at_once()
         known = dict(model.named_modules())
         wrappers = {known[name]: checkpointed(known[name]) for name in self.recomputed}
         _replace(model, wrappers)

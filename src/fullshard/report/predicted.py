@@ -35,8 +35,9 @@ _EXCHANGES = {"shm": (10e9, 20e-6), "p2p": (1e9, 200e-6), "collective": (1e9, 50
 _ELEMENT = 4
 #: Memory for what is read from a disk and written: this part of what an optimizer's step moves, and its bounds.
 _STAGED, _STAGING = 1 / 16, (1 << 21, 1 << 26)
-#: Bytes, and a share, for what is not counted: objects of autograd and Python, rounded allocations, work of kernels.
-_UNCOUNTED, _SHARE = 2 * 2**20, 0.03
+#: Bytes, and a share, for what is not counted: objects of autograd and Python, tables of pages, rounded allocations,
+#: what the heap keeps of small pieces, work of kernels.
+_UNCOUNTED, _SHARE = 4 * 2**20, 0.03
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def need_of(
     batch: int,
 ) -> Need:
     """What a step of these facts needs. The positions of groups in ``activations`` are those in the facts."""
-    replay, groups = Replay(facts), facts.groups
+    replay, groups = Replay(facts, activations.open_ended), facts.groups
     kept = sum(count * size for kind, count, size in replay.kept if not kind.endswith((ON_CPU, ON_DISK)))
     freed = [group.whole for group in groups if group.reshards and not group.shares]
     late = [at for at in set(activations.late) if groups[at].reshards and not groups[at].shares]
@@ -209,7 +210,11 @@ class TracedBlocks:
                 trace = self._recomputed if at in again else self._plain
                 flops[during, position] += trace.flops.get((during, at), 0)
         late = tuple(at_in[at] for at in (self._recomputed if again else self._plain).late)
-        return replace(self._plain, peaks=peaks, flops=dict(flops), late=late)
+        first: dict[int, int] = {}  # of the modules of each group, the one that runs first: it has the group's inputs
+        for at in self._order:
+            first.setdefault(at_in[at], at)
+        open_ended = tuple(group for group, at in first.items() if at in self._plain.open_ended)
+        return replace(self._plain, peaks=peaks, flops=dict(flops), late=late, open_ended=open_ended)
 
     def _kept(self, at: int, is_recomputed: bool) -> int:
         return (self._recomputed if is_recomputed else self._plain).kept_by.get(at, 0)

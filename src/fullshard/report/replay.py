@@ -9,7 +9,7 @@ forward and one backward in the order of :class:`~fullshard.report.facts.ModelFa
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -116,6 +116,10 @@ class _Buffers(list[SlotBuffer]):
 class Replay:
     """A predicted step of the model that ``facts`` describes.
 
+    Args:
+        open_ended: positions of groups whose backward ends with that of the model, see
+            :class:`~fullshard.report.activations.Activations`.
+
     Attributes:
         events: the actions of the rank, in order.
         peaks: the memory at the peak of each pass, beyond the memory at rest.
@@ -123,8 +127,8 @@ class Replay:
         beside: the most bytes on the device that come and go at each moment, beside what is kept.
     """
 
-    def __init__(self, facts: ModelFacts) -> None:
-        self._facts, self._groups = facts, facts.groups
+    def __init__(self, facts: ModelFacts, open_ended: Collection[int] = ()) -> None:
+        self._facts, self._groups, self._open_ended = facts, facts.groups, open_ended
         self.events: list[Event] = []
         self.peaks: dict[Pass, tuple[Part, ...]] = {}
         self.beside: dict[Moment, int] = {}
@@ -166,8 +170,11 @@ class Replay:
                 buffer.take()
                 buffer.give_back()
         self._note_peak()
+        self._left: list[int] = []  # the units whose backward ends with that of the model
         for number in reversed(self._children[-1]):
             self._backward(number)
+        for number in sorted(self._left, reverse=True):
+            self._end_backward(facts.units[number])
         self._wait_for_oldest_reductions(0)
         for at in list(self._state):
             self._reshard(at)
@@ -418,15 +425,21 @@ class Replay:
             self._accept_gradient(at)
         for inner in reversed(self._children[number]):
             self._backward(inner)
+        if self._open_ended and unit.groups[0] in self._open_ended:
+            self._left.append(number)
+        else:
+            self._end_backward(unit)
+            if unit.ahead_in_backward == "after":
+                self._gather_ahead(self._groups_before(unit))
+        self._run(around, unit.groups[0])
+
+    def _end_backward(self, unit: UnitFacts) -> None:
         for at in unit.groups:
             self._reduce(at)
         for at in unit.needed:
             self._users[at] -= 1
             if not self._users[at]:
                 self._reshard(at)
-        if unit.ahead_in_backward == "after":
-            self._gather_ahead(self._groups_before(unit))
-        self._run(around, unit.groups[0])
 
     def _groups_before(self, unit: UnitFacts) -> Iterator[int]:
         """The groups that come before a unit in forward, and so after it in backward, the next one first."""

@@ -35,6 +35,7 @@ from fullshard.report.plan import Change, Plan, PlannedGroup, shortened
 from fullshard.report.predicted import TO_DISK, Need, TracedBlocks, assumed_hardware, need_of, staging_bytes
 from fullshard.report.snapshot import Snapshot
 from fullshard.report.text import bytes_of, bytes_text, counted, quantity_text, seconds_text
+from fullshard.report.values import Values
 from fullshard.schedule.unit import units_in
 from fullshard.torch_private import simulated_world
 from fullshard.wrap import repeated_blocks
@@ -110,6 +111,7 @@ def fit(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     hardware: dict[str, float] | None = None,
     offload_directory: str | os.PathLike[str] | None = None,
+    values: Values | None = None,
 ) -> Plan:
     """Plans how to shard a model so that a step fits into ``memory`` and takes as little time as possible.
 
@@ -130,7 +132,7 @@ def fit(
     Args:
         model: the model, on the CPU or on meta, not sharded yet.
         sample_inputs: an example of what one rank's forward gets: a tensor, a tuple of positional arguments, or a dict
-            of keyword arguments. Only shapes and dtypes matter.
+            of keyword arguments. Only shapes and dtypes matter, and values of small tensors of integers.
         memory: what a rank may use, in bytes or as ``"6 GiB"``. On an accelerator: memory of the device. On the CPU:
             what the process takes beside what the interpreter and its libraries need; where ranks share memory, with
             this rank's share of the shared segments, which is their size divided by the ranks.
@@ -146,6 +148,8 @@ def fit(
             numbers.
         offload_directory: where what does not fit may be kept on a disk, see :class:`~fullshard.DiskOffloadPolicy`. By
             default nothing is.
+        values: what forward gets where it reads a value of a tensor (``item()``, ``if``, a mask as an index): one
+            number, or numbers by line, such as ``{"model.py:31": 4}``.
 
     Returns:
         the plan, the same on all ranks.
@@ -172,7 +176,8 @@ def fit(
             )
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise ValueError(f"mesh must be a DeviceMesh in a job, got {mesh!r}")
-        return Search(model, sample_inputs, optimizer_bytes, loss, mesh, mp_policy, hardware or {}, disk).plan(size)
+        given = model, sample_inputs, optimizer_bytes, loss
+        return Search(*given, mesh, mp_policy, hardware or {}, disk, values).plan(size)
     if type(ranks) is not int or ranks < 1:
         raise RuntimeError(f"this process is not a rank of a job: give fit() the number of ranks, got ranks={ranks!r}")
     if isinstance(mesh, DeviceMesh):
@@ -189,7 +194,7 @@ def fit(
     def search(ranks: int, mesh: Sequence[int] | None, mp_policy: MixedPrecisionPolicy) -> Plan:
         with _simulated(ranks, mesh) as made:
             given = model, sample_inputs, optimizer_bytes, loss, made, mp_policy, hardware or {}, disk
-            return Search(*given, program).plan(size)
+            return Search(*given, values, program).plan(size)
 
     others: dict[str, tuple[int, Sequence[int] | None, MixedPrecisionPolicy]] = {}
     larger = None if mesh is None else (*mesh[:-1], 2 * mesh[-1])
@@ -238,10 +243,11 @@ class Search:
         mp_policy: MixedPrecisionPolicy,
         hardware: dict[str, float],
         offload_directory: str = "",
+        values: Values | None = None,
         program: Snapshot | None = None,
     ) -> None:
         self._model, self._inputs, self._loss = model, inputs, loss
-        self._program = program or Snapshot()
+        self._values, self._program = values, program or Snapshot()
         self._optimizer_bytes, self._options = optimizer_bytes, {"mesh": mesh, "mp_policy": mp_policy}
         self._disk = offload_directory
         self._moves = f"; a disk moves {quantity_text(TO_DISK, 'B/s')}" if self._disk else ""
@@ -300,7 +306,7 @@ class Search:
         return broadcast_object(value, None) if has_peers(dist.group.WORLD) else value
 
     def _trace(self, sharded: nn.Module) -> Activations:
-        return trace_step(sharded, self._inputs, self._loss, self._program)
+        return trace_step(sharded, self._inputs, self._loss, self._values, self._program)
 
     @property
     def recomputes(self) -> bool:
@@ -353,7 +359,7 @@ class Search:
     def _applied(self, plan: Plan) -> nn.Module:
         """A copy of the model, sharded as planned, for which nothing is made in the directory."""
         here = tempfile.gettempdir() if self._disk else ""
-        plan = replace(plan, offload_directory=here, staging_bytes=self._staging)
+        plan = replace(plan, memory=1 << 62, offload_directory=here, staging_bytes=self._staging)
         return plan.apply(on_meta(self._model), **self._options)
 
     def _add(self, choice: _Choice) -> None:

@@ -140,7 +140,7 @@ def _is_foreign(cls: type) -> bool:
 
 def _is_skipped(value: Any) -> bool:
     """Whether the walk does not enter a value: it belongs to what is not the users', or refers to nothing."""
-    cls = type(value)
+    cls: type = type(value)
     if not gc.is_tracked(value) and cls is not dict:  # an empty dict is not tracked
         return True
     if issubclass(cls, ModuleType):
@@ -156,7 +156,7 @@ def _package(name: object) -> str:
 
 def _referents(value: Any) -> Iterable[Any]:
     """What a value refers to, without the globals of functions. Runs no code of users."""
-    cls = type(value)
+    cls: type = type(value)
     if issubclass(cls, type):
         return [*vars(value).values(), *value.__bases__]
     if cls is FunctionType:
@@ -194,7 +194,8 @@ class Snapshot:
         first = len(self._objects)
         self._add(roots, -1)
         for at, value in enumerate(islice(self._objects, first, None), first):  # which grows
-            if (kind := _kind_of(type(value))) is not None:
+            cls: type = type(value)
+            if (kind := _kind_of(cls)) is not None:
                 self._before[at] = kind, kind.read(value)
             self._add(_referents(value), at)
             if type(value) is FunctionType and _package(value.__globals__.get("__name__")) not in _SKIPPED:
@@ -268,7 +269,7 @@ def holder_of(tensor: torch.Tensor) -> str:
             if isinstance(each, (type, FunctionType)):
                 return f"{each.__module__}.{each.__qualname__}"
             if isinstance(each, (FrameType, GeneratorType, CoroutineType)):
-                code = each.f_code if isinstance(each, FrameType) else getattr(each, "gi_code", None) or each.cr_code
+                code = next(getattr(each, name) for name in ("f_code", "gi_code", "cr_code") if hasattr(each, name))
                 return f"{code.co_qualname}, which has not ended ({code.co_filename}:{code.co_firstlineno})"
             if type(each).__module__ not in ("builtins", "collections"):
                 return f"an object of the class {type(each).__module__}.{type(each).__qualname__}"
