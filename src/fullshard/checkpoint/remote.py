@@ -32,7 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 from fullshard.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, CheckpointError, CorruptCheckpointError
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Location, StoredFile, entry_of, name_of, number_of
@@ -425,7 +425,7 @@ class _ObjectReader(BlockReader):
         while self._ranges and len(self.ahead) < _AT_A_TIME:
             start, end = self._ranges.popleft()
             part = (start, end) if end - start < self.size else ()  # ranges cost some servers a copy
-            get = _threads().submit(self._store.get, self._name, *part, nbytes=end - start)
+            get = _threads().submit(partial(self._store.get, self._name, *part, nbytes=end - start))
             self.ahead.append((start, end, get))
 
     def _fill(self, block: memoryview, start: int) -> int:
