@@ -205,14 +205,15 @@ def test_what_is_read_is_not_removed(url: str) -> None:
     assert [path.name for path in checkpoint.list_checkpoints(url)] == ["step-00000003"]
 
 
+@pytest.mark.parametrize("name", [".metadata", "manifest.json"])
 def test_a_save_whose_objects_another_job_has_removed_is_not_published(
-    url: str, capsys: pytest.CaptureFixture[str]
+    url: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As after a pause of this process that is longer than its lease."""
     saved(url, 1)
 
     def take_over(request: str, path: str) -> None:
-        if request == "put" and path.endswith(".metadata"):
+        if request == "put" and path.endswith(name):
             HOOKS.clear()
             other_saves(url, 3)
 
