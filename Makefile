@@ -67,13 +67,13 @@ test: lint ## lint, check types, run the quick lane of the tests
 quick: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-all: lint types ## the same with every test
+test-all: lint types $(VENV)/.installed-servers ## the same with every test, and with servers of stores (needs npm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --all $(ARGS)
 
 test-torch: ## run every test with another torch, TORCH=2.15.0 (2.12 or newer), in an environment of its own
 	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.15.0))
 	$(MAKE) $(OTHER)/.installed-torch-$(TORCH) VENV=$(OTHER)
-	$(MAKE) $(OTHER)/.installed-test VENV=$(OTHER)
+	$(MAKE) $(OTHER)/.installed-test $(OTHER)/.installed-servers VENV=$(OTHER)
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest --all $(ARGS)
 
 frameworks: ## run programs of accelerate, transformers, PEFT, TRL, Lightning, torchtitan and torchao on fullshard
@@ -114,6 +114,11 @@ clean: ## remove the environments, the caches and what training wrote
 # One stamp for each set of extras: it is newer than the files that say what to install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check $(PINS) -e '.[$*]'
+	@touch $@
+
+# Servers of stores, for slow tests.
+$(VENV)/.installed-servers: $(VENV)/.installed-stores
+	npm install --silent --no-save --prefix $(VENV)/stores azurite@3.35.0 s3rver@3.7.1
 	@touch $@
 
 # Before what needs a torch: that is then there already, and stays.

@@ -1071,9 +1071,15 @@ MUTATIONS = (
     # checkpoints in stores
     Mutation(
         "checkpoint/remote.py",
-        "or not self._lease.is_held() ",
-        "",
+        "if is_cleaned:",
+        "if False:",
         "tests/checkpoint/test_remote.py::test_a_save_whose_objects_another_job_has_removed_is_not_published",
+    ),
+    Mutation(
+        "checkpoint/remote.py",
+        "if not self._store.create(name, data):",
+        "if self._store.put(name, data):",
+        "tests/checkpoint/test_remote.py::test_a_save_that_sleeps_past_its_lease_leaves_that_of_another_alone",
     ),
     Mutation(
         "checkpoint/remote.py",
@@ -1083,13 +1089,13 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/remote.py",
-        "names |= {newest} if number_of(newest) else set()",
-        "pass",
+        "(*found, newest)",
+        "found",
         "tests/checkpoint/test_remote.py::test_late_listings_do_not_hide_the_newest",
     ),
     Mutation(
         "checkpoint/store.py",
-        "except (*_FINAL, NotImplementedError):",
+        "except (FileNotFoundError, FileExistsError, NotImplementedError):",
         "except Exception:",
         "tests/checkpoint/test_remote.py::test_requests_that_fail_are_repeated",
     ),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +50,25 @@ class FaultyStore(LocalFileSystem):
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
         self._request("put", path)
+        if random.random() < FAULTS.get("late put", 0.0):
+            LATE.append(partial(self._put, path, bytes(value), mode))
+            raise ConnectionResetError(f"no answer to put {path}, which is still under way")
+        self._put(path, value, mode)
+        if random.random() < FAULTS.get("lost answer", 0.0):
+            raise ConnectionResetError(f"no answer to put {path}")
+
+    def _put(self, path: str, value: bytes, mode: str) -> None:
         target = Path(self._strip_protocol(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         work = target.parent / f".{target.name}.{os.getpid()}.{random.random()}.put"
         work.write_bytes(value)
         try:
-            if mode == "create":
+            if mode == "create" and not FAULTS.get("blind"):
                 os.link(work, target)  # raises FileExistsError
             else:
                 work.replace(target)
         finally:
             work.unlink(missing_ok=True)
-        if random.random() < FAULTS.get("lost answer", 0.0):
-            raise ConnectionResetError(f"no answer to put {path}")
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         self._request("get", path)
@@ -96,6 +105,19 @@ FAULTS: dict[str, float] = {}
 #: Requests: what, and to which path. Functions that see each of them first.
 LOG: list[tuple[str, str]] = []
 HOOKS: list[Callable[[str, str], object]] = []
+#: Writes whose requests have failed, and that happen later.
+LATE: list[Callable[[], object]] = []
+
+
+def deliver() -> int:
+    """Lets the late writes happen. Returns how many there were."""
+    late = LATE[:]
+    LATE.clear()
+    for each in late:
+        with suppress(FileExistsError):
+            each()
+    return len(late)
+
 
 fsspec.register_implementation("faulty", FaultyStore, clobber=True)
 
@@ -107,7 +129,90 @@ def faults(**probabilities: float) -> Iterator[None]:
     try:
         yield
     finally:
-        FAULTS.clear()
+        for name in probabilities:
+            FAULTS.pop(name.replace("_", " "))
+
+
+class _WebHandler(SimpleHTTPRequestHandler):
+    """Sends whole files below a directory, refuses listings and HEAD requests, and redirects from /old."""
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/old/"):
+            self.send_response(302)
+            self.send_header("Location", self.path.replace("/old/", "/"))
+            self.end_headers()
+        elif self.path.endswith("/") or Path(self.translate_path(self.path)).is_dir():
+            self.send_error(403)
+        else:
+            super().do_GET()
+
+    def do_HEAD(self) -> None:
+        self.send_error(405)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def web_server(directory: Path) -> Iterator[str]:
+    """A web server of the files in a directory; gives its address."""
+    handler = partial(_WebHandler, directory=str(directory))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+#: Servers on this machine that `make test-all` installs: how each is started (``{port}``, ``{folder}``), the URL of a
+#: bucket, and what fsspec has to know.
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # Azurite's own
+_NPM = Path(sys.prefix) / "stores" / "node_modules" / ".bin"
+SERVERS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "s3rver": (
+        f"{_NPM}/s3rver -d {{folder}} -p {{port}} --configure-bucket bucket",
+        "s3://bucket",
+        {"endpoint_url": "http://127.0.0.1:{port}", "key": "S3RVER", "secret": "S3RVER"},
+    ),
+    "azurite": (
+        f"{_NPM}/azurite-blob --silent --inMemoryPersistence --skipApiVersionCheck --blobPort {{port}}",
+        "abfs://bucket",
+        {
+            "connection_string": f"DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;AccountKey={AZURE_KEY};"
+            "BlobEndpoint=http://127.0.0.1:{port}/devstoreaccount1;"
+        },
+    ),
+    "gcs": (
+        f"{sys.executable} -m gcp_storage_emulator start --port={{port}} --in-memory",
+        "gs://bucket",
+        {"endpoint_url": "http://127.0.0.1:{port}", "token": "anon", "project": "project"},
+    ),
+}
+
+
+@contextmanager
+def bucket_of(name: str, folder: Path) -> Iterator[str]:
+    """A bucket of one of :data:`SERVERS`, as a URL."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # it asks for what the emulator does not have
+    command, url, options = SERVERS[name]
+    server = subprocess.Popen(command.format(port=port, folder=folder).split(), stdout=subprocess.DEVNULL)
+    protocol = url.partition(":")[0]
+    access = {key: value.replace("{port}", str(port)) for key, value in options.items()}
+    fsspec.config.conf[protocol] = access
+    try:
+        for _ in range(300):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.1)
+        if name != "s3rver":
+            fsspec.filesystem(protocol).mkdir("bucket")
+        yield url
+    finally:
+        del fsspec.config.conf[protocol]
+        fsspec.filesystem(protocol, **access).clear_instance_cache()
+        server.terminate()
+        server.wait()
 
 
 @contextmanager

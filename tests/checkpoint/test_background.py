@@ -101,8 +101,10 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call_on_all_ranks(
     assert checkpoint.save(tmp_path, model) == tmp_path / "step-00000001"
 
 
-def test_a_failure_before_the_end_of_a_program_is_told(tmp_path: Path) -> None:
+def test_a_failure_before_the_end_of_a_program_is_told_and_is_its_status(tmp_path: Path) -> None:
     program = f"""
+import atexit
+atexit.register(print, "the last one")
 import torch
 from fullshard import checkpoint
 from fullshard.checkpoint.background import Background
@@ -113,6 +115,7 @@ checkpoint.save({str(tmp_path)!r}, torch.nn.Linear(2, 2), wait=False)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
     assert "the save of step 0, in the background, failed" in ended.stderr
+    assert (ended.returncode, ended.stdout) == (1, "the last one\n")
 
 
 @ranks(2)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from fullshard import checkpoint
 from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.comm.waits import PeerFailureError
@@ -41,6 +45,18 @@ def test_objects_come_in_the_order_of_ranks(world: World) -> None:
     assert everyone.broadcast(world.rank, source=2) == 2
     assert everyone.any(world.rank == 1)
     assert not everyone.any(False)
+
+
+@ranks(2)
+def test_a_process_that_was_forked_from_a_rank_is_refused(world: World, tmp_path: Path) -> None:
+    if not (child := os.fork()):
+        try:
+            checkpoint.load(tmp_path, torch.nn.Linear(2, 2))
+        except CheckpointError as error:
+            os._exit(7 if "was forked from a rank" in str(error) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert Ranks(None).gather(world.rank) == [0, 1]
 
 
 @ranks(3)

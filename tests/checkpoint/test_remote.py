@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
+import traceback
 import warnings
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,7 +27,17 @@ from fullshard.checkpoint import Checkpoint, CheckpointError, LatestN, remote, s
 from fullshard.checkpoint.storage import located
 from fullshard.cli import main
 from fullshard.comm.local_ranks import host_id
-from tests.checkpoint.stores import HOOKS, LOG, faults, s3_bucket
+from tests.checkpoint.stores import (
+    FAULTS,
+    HOOKS,
+    LOG,
+    SERVERS,
+    bucket_of,
+    deliver,
+    faults,
+    s3_bucket,
+    web_server,
+)
 from tests.harness import World, ranks
 
 
@@ -43,9 +57,9 @@ def model_of(step: int) -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
 
 
-def saved(url: str, *steps: int, **options: Any) -> None:
+def saved(url: str, *steps: int, seed: int | None = None, **options: Any) -> None:
     for step in steps:
-        checkpoint.save(url, model_of(step), step=step, **options)
+        checkpoint.save(url, model_of(step if seed is None else seed), step=step, **options)
 
 
 def loaded(url: str, **options: Any) -> int | None:
@@ -62,7 +76,12 @@ def loaded(url: str, **options: Any) -> int | None:
 def objects(url: str) -> list[str]:
     root = Path(located(url).path)
     files = (path for path in root.rglob("*") if path.is_file() and path.suffix != ".put")  # uploads that were killed
-    return sorted(str(path.relative_to(root)) for path in files)
+    return sorted(plain(str(path.relative_to(root))) for path in files)
+
+
+def plain(name: str) -> str:
+    """The name of an object without what makes it unique to a save."""
+    return re.sub("-[0-9a-f]{15}", "", name)
 
 
 def test_what_is_saved_is_listed_and_loaded(url: str) -> None:
@@ -94,8 +113,8 @@ def test_objects_are_read_several_at_a_time_and_not_kept(url: str, monkeypatch: 
     first = [f"__0_{number}.distcp" for number in range(4)]
 
     def meet(request: str, path: str) -> None:
-        if request == "get" and Path(path).name in first:
-            first.remove(Path(path).name)
+        if request == "get" and plain(Path(path).name) in first:
+            first.remove(plain(Path(path).name))
             together.wait(timeout=10)
 
     HOOKS.append(meet)
@@ -186,23 +205,24 @@ def test_what_is_read_is_not_removed(url: str) -> None:
     assert [path.name for path in checkpoint.list_checkpoints(url)] == ["step-00000003"]
 
 
+@pytest.mark.parametrize("name", [".metadata", "manifest.json"])
 def test_a_save_whose_objects_another_job_has_removed_is_not_published(
-    url: str, capsys: pytest.CaptureFixture[str]
+    url: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As after a pause of this process that is longer than its lease."""
     saved(url, 1)
 
     def take_over(request: str, path: str) -> None:
-        if request == "put" and path.endswith(".metadata"):
+        if request == "put" and path.endswith(name):
             HOOKS.clear()
-            lease = Path(path).parent / ".writing"
-            lease.write_text('{"host": "another", "process": 1, "started": "", "lease": "x"}')
+            other_saves(url, 3)
 
     HOOKS.append(take_over)
     with pytest.raises(CheckpointError, match="taken over by another job"):
         saved(url, 2)
+    assert loaded(url) == 3
+    shutil.rmtree(Path(located(url).path) / "step-00000003")
     assert loaded(url) == 1
-    assert "step-00000002/.writing" in objects(url)
     assert main(["checkpoint", "list", url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["step-00000001", "step-00000002"]
@@ -213,11 +233,17 @@ def test_leases_of_processes_that_ended_are_removed(url: str) -> None:
     saved(url, 1)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    for name in (".writing", ".reading-x", ".now-y"):
+    key = "0123456789abcde"
+    for name in (
+        f".writing-step-00000002-{key}",
+        f".removing-step-00000000-{key}",
+        "step-00000001/.reading-x",
+        ".now-y",
+    ):
         lease = {"host": host_id(), "process": ended.pid, "started": "1", "lease": "x"}
-        (Path(located(url).path) / "step-00000001" / name).write_text(json.dumps(lease))
+        (Path(located(url).path) / name).write_text(json.dumps(lease))
     saved(url, 2)
-    assert not [name for name in objects(url) if "/.w" in name or "/.r" in name or "/.n" in name]
+    assert {Path(name).name for name in objects(url) if Path(name).name.startswith(".")} == {".metadata"}
 
 
 @pytest.mark.parametrize("publishes", [False, True])
@@ -226,15 +252,16 @@ def test_jobs_that_find_a_dead_lease_at_once_both_save(tmp_path: Path, publishes
     at = 1
     while _both_save(f"faulty://{tmp_path}/{at}", at, publishes):
         at += 1
-    assert at > 20
+    assert at > 15
 
 
 def _both_save(url: str, at: int, publishes: bool) -> bool:
     """Begins another save before a request of the first one. Returns whether there was such a request."""
     left = Path(located(url).path) / "step-00000001"
     left.mkdir(parents=True)
-    (left / ".writing").write_text(json.dumps({"host": host_id(), "process": 1, "started": "1", "lease": "x"}))
-    (left / "__0_7.distcp").write_bytes(b"left")
+    lease = left.parent / ".writing-step-00000001-0123456789abcde"
+    lease.write_text(json.dumps({"host": host_id(), "process": 1, "started": "1", "lease": "x"}))
+    (left / "__0_7-0123456789abcde.distcp").write_bytes(b"left")
     count, others, names = 0, list[remote.ObjectPartial](), dict[str, bytes]()
 
     def other_begins(*_: str) -> None:
@@ -262,7 +289,8 @@ def _both_save(url: str, at: int, publishes: bool) -> bool:
 def begun(url: str, data: bytes) -> remote.ObjectPartial:
     """A save that has written one object."""
     made = remote.ObjectStorage(located(url)).begin(1)
-    made._store.put("__0_0.distcp", data)
+    made._put("__0_0.distcp", bytearray(data))
+    made.flush()
     return made
 
 
@@ -328,9 +356,129 @@ def test_a_web_server_has_a_whole_checkpoint_or_it_is_an_error(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def other_saves(url: str, step: int, **options: Any) -> None:
+    """A save by another host, which takes those of this process for ended."""
+    if not (child := os.fork()):
+        store.host_id, store._EXPIRY = lambda: "another", -1.0  # type: ignore[attr-defined]
+        HOOKS.clear()
+        try:
+            saved(url, step, **options)
+            os._exit(0)
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("name", ["__0_0", ".metadata", "manifest.json"])
+def test_a_request_that_arrives_after_its_save_failed_changes_nothing(url: str, name: str) -> None:
+    saved(url, 1)
+
+    def fail(request: str, path: str) -> None:
+        FAULTS["late put"] = float(request == "put" and Path(path).name.startswith(name))
+
+    HOOKS.append(fail)
+    with pytest.raises(CheckpointError, match="the store failed"):
+        saved(url, 2, seed=7)
+    HOOKS.clear()
+    FAULTS.clear()
+    saved(url, 2)
+    assert deliver()
+    assert loaded(url) == 2
+    for path in checkpoint.list_checkpoints(url):
+        with Checkpoint(path) as found:
+            assert list(found.verify()) == []
+
+
+@pytest.mark.parametrize("name", ["__0_0", ".metadata", "manifest.json", "newest.json", ".over"])
+def test_a_save_that_sleeps_past_its_lease_leaves_that_of_another_alone(url: str, name: str) -> None:
+    saved(url, 1)
+
+    def sleep(request: str, path: str) -> None:
+        if Path(path).name.startswith(name) and "run/step-00000001" not in path:
+            HOOKS.clear()
+            other_saves(url, 2, seed=7)
+
+    HOOKS.append(sleep)
+    try:
+        saved(url, 2)
+        is_saved = True
+    except CheckpointError:
+        is_saved = False
+    HOOKS.clear()
+    seeds = []
+    for path in checkpoint.list_checkpoints(url):
+        with Checkpoint(path) as found:
+            assert list(found.verify()) == []
+            weight = found.tensor("model.0.weight")
+            seeds += [seed for seed in (1, 2, 7) if torch.equal(weight, model_of(seed).state_dict()["0.weight"])]
+    assert sorted(seeds) == ([1, 2, 7] if is_saved else [1, 7])
+
+
+def test_objects_that_arrive_late_are_removed_later(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = remote.ObjectStorage(located(url)).begin(1)
+    with faults(late_put=1.0), pytest.raises(CheckpointError):
+        begun._store.put(f"__0_0-{begun.attempt}.distcp", b"late")
+    begun.discard()
+    assert deliver()
+    saved(url, 2)
+    assert "step-00000001/__0_0.distcp" in objects(url)
+    monkeypatch.setattr(store, "_EXPIRY", -1.0)
+    saved(url, 3)
+    assert [name for name in objects(url) if "step-00000001" in name] == []
+
+
+def test_a_forked_process_leaves_the_leases_of_its_parent(url: str) -> None:
+    saved(url, 1)
+    with Checkpoint(f"{url}/step-00000001") as opened:
+        if not (child := os.fork()):
+            opened.close()
+            del opened
+            os._exit(loaded(url) != 1)  # it has none of its parent's threads
+        assert os.waitpid(child, 0)[1] == 0
+        saved(url, 2, keep_last=1)
+    assert len(checkpoint.list_checkpoints(url)) == 2
+
+
+@pytest.mark.parametrize("request_name", ["delete .reading", "delete .writing", "delete .begun", "put newest.json"])
+@pytest.mark.parametrize("error", [PermissionError("AccessDenied"), ConnectionResetError("gone")])
+def test_what_fails_after_a_save_or_a_load_is_a_warning(
+    url: str, request_name: str, error: Exception, recwarn: pytest.WarningsRecorder
+) -> None:
+    def refuse(request: str, path: str) -> None:
+        if f"{request} {Path(path).name}".startswith(request_name):
+            raise error
+
+    HOOKS.append(refuse)
+    try:
+        saved(url, 1, 2)
+        assert loaded(url) == 2
+    finally:
+        HOOKS.clear()
+    assert any(type(error).__name__ in str(each.message) for each in recwarn)
+
+
+def test_rights_that_are_revoked_in_a_save_are_an_error_of_the_checkpoint(url: str, tmp_path: Path) -> None:
+    def revoke(request: str, path: str) -> None:
+        if path.endswith(".distcp") or (request == "delete" and "/run/" in path):
+            raise PermissionError("AccessDenied")
+
+    HOOKS.append(revoke)
+    try:
+        saved(url, 1, wait=False)
+        with pytest.raises(CheckpointError, match=r"__0_0-\w+.distcp: the store refused a request: PermissionError"):
+            checkpoint.wait_until_finished()
+        with pytest.raises(CheckpointError, match="the store refused"):
+            saved(url, 1)
+    finally:
+        HOOKS.clear()
+    saved(url, 1)
+    assert loaded(url) == 1
+
+
 def test_a_flipped_bit_is_found(url: str) -> None:
     saved(url, 1, 2)
-    file = Path(located(url).path) / "step-00000002" / "__0_0.distcp"
+    (file,) = (Path(located(url).path) / "step-00000002").glob("__0_0-*.distcp")
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -430,6 +578,59 @@ def test_an_s3_server_keeps_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None
         assert main(["checkpoint", command, url]) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("server", SERVERS)
+def test_other_servers_keep_checkpoints(server: str, tmp_path: Path) -> None:
+    with bucket_of(server, tmp_path) as bucket:
+        objects = store.Store(located(url := f"{bucket}/run"))
+        assert [objects.create("a", data) for data in (b"1", b"2", b"1")] == [True, False, True]
+        assert (objects.get("a"), objects.get("b"), objects.get("a", 0, 1)) == (b"1", None, b"1")
+        time.sleep(1.1)
+        objects.put("newer", b"")
+        assert objects.age("a", "newer") > 0
+        objects.delete(["a", "newer", "none"])
+        saved(url, 1, 2, 2, 3, keep_last=2)
+        assert [path.name for path in checkpoint.list_checkpoints(url)] == ["step-00000003", "step-00000002.1"]
+        assert loaded(url) == 3
+        assert len(objects.sizes()) == 1 + 2 * 3
+        with Checkpoint(f"{url}/step-00000003") as found:
+            assert list(found.verify()) == []
+        if not (child := os.fork()):  # the thread of its library is the parent's
+            os._exit(loaded(url) != 3)
+        assert os.waitpid(child, 0)[1] == 0
+        with pytest.raises(CheckpointError, match="there is no bucket or container 'none'"):
+            loaded(url.replace("//bucket", "//none"))
+
+
+def test_a_web_server_without_listings_and_ranges_is_loaded_from(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(url, 1, 2)
+    monkeypatch.setattr(store, "PAUSES", (1.0,) * 5)  # nothing is repeated
+    with web_server(tmp_path) as address:
+        began = time.monotonic()
+        assert loaded(f"{address}/run/step-00000001") == 1
+        assert loaded(f"{address}/old/run/step-00000001") == 1
+        assert loaded(f"{address}/run") == 2
+        assert time.monotonic() - began < 4
+    monkeypatch.setattr(store, "PAUSES", (0.001,) * 5)
+    with pytest.raises(CheckpointError, match="the store failed"):
+        loaded(f"{address}/run")
+
+
+@pytest.mark.parametrize("older", [2, 12])
+def test_requests_do_not_grow_with_older_checkpoints(url: str, older: int) -> None:
+    saved(url, 0)
+    for step in range(1, older):
+        shutil.copytree(Path(located(url).path) / "step-00000000", Path(located(url).path) / f"step-{step:08}")
+    LOG.clear()
+    saved(url, 100)
+    assert len(LOG) < 35
+    LOG.clear()
+    assert loaded(url) == 100
+    assert len(LOG) < 12
+
+
 def test_a_policy_reads_the_older_checkpoints_at_the_same_time(url: str) -> None:
     saved(url, 1, 2, 3)
     together = threading.Barrier(3)  # broken if fewer are read at a time
@@ -454,7 +655,7 @@ def test_a_check_reads_an_object_in_one_request(url: str) -> None:
     LOG.clear()
     with Checkpoint(f"{url}/step-00000001") as found:
         assert list(found.verify()) == []
-    names = [Path(path).name for request, path in LOG if request == "get"]
+    names = [plain(Path(path).name) for request, path in LOG if request == "get"]
     assert sorted(names) == [".metadata", ".metadata", "__0_0.distcp", "manifest.json"]
 
 
@@ -464,8 +665,8 @@ def test_a_load_makes_few_requests_before_it_reads_tensors(url: str) -> None:
     LOG.clear()
     assert loaded(url) == 2
     names = [(request, Path(path).name.partition("-")[0]) for request, path in LOG]
-    at = names.index(("get", "__0_0.distcp"))
-    assert [set(names[:2]), set(names[2:4]), set(names[4:5]), set(names[5:at])] == [
+    at = names.index(("get", "__0_0"))
+    assert [set(names[:2]), set(names[2:3]), set(names[3:4]), set(names[4:at])] == [
         {("list", "run"), ("get", "newest.json")},
         {("info", "manifest.json")},
         {("put", ".reading")},

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +73,14 @@ def lease_of(objects: Store, **holder: Any) -> None:
     objects.put("lease", json.dumps({"host": host_id(), "process": 1, "started": "", "lease": "x"} | holder).encode())
 
 
-def test_a_lease_is_held_by_one(objects: Store) -> None:
-    first = Lease.taken(objects, "lease")
-    assert first is not None
-    assert Lease.taken(objects, "lease") is None
-    assert not Lease.is_over(objects, "lease")
-    first.release()
-    first.release()
-    assert Lease.is_over(objects, "lease")
-    assert Lease.taken(objects, "lease") is not None
+def test_a_lease_is_over_when_it_is_released(objects: Store) -> None:
+    lease = Lease(objects, "lease-")
+    assert objects.list() == [lease.name]
+    assert not Lease.is_over(objects, lease.name)
+    lease.release()
+    lease.release()
+    assert Lease.is_over(objects, lease.name)
+    assert objects.list() == []
 
 
 def test_a_lease_ends_with_its_process(objects: Store) -> None:
@@ -101,62 +102,47 @@ def test_a_lease_of_another_host_ends_when_it_is_not_renewed(objects: Store, mon
     assert objects.list() == ["lease"]
 
 
-def test_the_lease_of_a_process_that_ended_has_one_successor(objects: Store) -> None:
-    lease_of(objects, started="another one of this number")
-    assert Lease.taken(objects, "lease") is None
-    first = Lease.taken(objects, "lease", succeed=True)
-    assert first is not None
-    assert Lease.taken(objects, "lease", succeed=True) is None
-    Lease._held.pop(first._id)  # as if its process had ended, too
-    second = Lease.taken(objects, "lease", succeed=True)
-    assert second is not None
-    assert not first.is_held()
-    first.release()
-    assert sorted(objects.list()) == sorted(second.names)
-    second.release()
-    assert objects.list() == []
+def test_a_lease_that_is_left_expires(objects: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = Lease(objects, "lease-")
+    lease.leave("left-")
+    assert objects.list() == [f"left-{lease.key}"]
+    assert not Lease.is_over(objects, f"left-{lease.key}")
+    monkeypatch.setattr(store, "_EXPIRY", -1.0)
+    assert Lease.is_over(objects, f"left-{lease.key}")
 
 
-def test_whoever_finds_a_dead_lease_late_leaves_the_next_one_alone(
-    objects: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While it looked, another process took the place of the dead one, released it, and took the lease anew."""
-    lease_of(objects, started="another one of this number")
-    is_over, later = Lease.is_over, list[Lease | None]()
-
-    def slow(store: Store, name: str) -> bool:
-        found = is_over(store, name)
-        monkeypatch.setattr(Lease, "is_over", is_over)
-        other = Lease.taken(objects, "lease", succeed=True)
-        assert other is not None
-        other.release()
-        later.append(Lease.taken(objects, "lease"))
-        return found
-
-    monkeypatch.setattr(Lease, "is_over", slow)
-    assert Lease.taken(objects, "lease", succeed=True) is None
-    assert later[0] is not None
-    assert later[0].is_held()
-    assert objects.list() == ["lease"]
-
-
-def test_a_lease_is_renewed(objects: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    lease = Lease.taken(objects, "lease")
-    assert lease is not None
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_lease_is_renewed_while_it_is_there(objects: Store, is_there: bool) -> None:
+    lease = Lease(objects, "lease-")
     objects.put("newer", b"")
-    assert objects.age("lease", "newer") >= 0
+    assert objects.age(lease.name, "newer") >= 0
+    if not is_there:
+        objects.delete([lease.name])
     lease._renewed -= store._RENEWAL
     Lease._renew_once()
-    assert objects.age("lease", "newer") < 0
+    assert objects.exists(lease.name) == is_there
+    assert not is_there or objects.age(lease.name, "newer") < 0
     lease.release()
 
 
-def test_a_lease_that_another_has_taken_is_left_to_it(objects: Store) -> None:
-    lease = Lease.taken(objects, "lease")
-    assert lease is not None
-    lease_of(objects)
-    lease._renewed -= store._RENEWAL
-    Lease._renew_once()
-    assert not lease.is_held()
-    lease.release()
-    assert json.loads(objects.get("lease") or b"")["lease"] == "x"
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_a_store_that_never_answers_is_an_error_in_time(
+    objects: Store, monkeypatch: pytest.MonkeyPatch, is_asynchronous: bool
+) -> None:
+    monkeypatch.setattr(store, "LIMIT", 0.2)
+    monkeypatch.setattr(store, "PATIENCE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        if is_asynchronous:  # one that accepts connections
+            url = f"http://127.0.0.1:{server.getsockname()[1]}/run"
+            objects = Store(located(url))
+        else:
+            monkeypatch.setattr(type(objects._fs), "cat_file", lambda *_, **__: time.sleep(60))
+        began = time.monotonic()
+        with pytest.raises(CheckpointError, match=r"run/a: the store failed \d times: no answer in"):
+            objects.get("a", nbytes=1)
+        assert time.monotonic() - began < 2
+
+
+def test_a_web_server_that_ignores_ranges_is_read(objects: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(objects._fs), "cat_file", lambda *_, **__: b"0123456789")
+    assert objects.get("a", 2, 5) == b"234"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures.thread  # noqa: F401  (what is registered first for the end of a program runs last)
+import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -134,12 +137,31 @@ def wait_until_finished() -> Location | None:
 
 
 def _report() -> None:
-    """Reports a failed save when the program ends, if no other call has raised its error."""
+    """Reports a failed save when the program ends, if no other call has raised its error. The program then ends with
+    the status 1."""
     try:
         Background.wait_until_finished()
     except CheckpointError as error:
         sys.excepthook(type(error), error, error.__traceback__)
+        atexit.register(_end)  # what is registered last runs first
 
+
+def _end() -> None:
+    """Ends the program with the status 1, after all else that runs at its end: Python would end it with 0."""
+    atexit.unregister(_end)
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            file.flush()
+    os._exit(1)
+
+
+def _forget_parent() -> None:
+    """Forgets the saves that only the parent of a forked process writes."""
+    Background._saves = []
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 # ``atexit`` would be too late: by then the pools of ``concurrent.futures``, which write to stores, refuse work.
 threading._register_atexit(_report)  # type: ignore[attr-defined]

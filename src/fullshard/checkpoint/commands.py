@@ -389,7 +389,9 @@ def _open(directory: Location, step: int | None = None) -> Checkpoint:
 
 def _placement(entry: Entry) -> str:
     """How a tensor is cut, and the ranks whose files have the pieces."""
-    found = {file: re.fullmatch(r"__(\d+)_\d+\.distcp", file) for file in {piece.file for piece in entry.pieces}}
+    found = {
+        file: re.fullmatch(r"__(\d+)_\d+(?:-\w+)?\.distcp", file) for file in {piece.file for piece in entry.pieces}
+    }
     ranks = sorted(int(match[1]) for match in found.values() if match)
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks" if ranks else f"{len(found)} files"
     cut = {dim for each in entry.pieces for dim, size in enumerate(each.sizes) if size != entry.shape[dim]}

@@ -33,6 +33,7 @@ from fullshard.checkpoint.manifest import MANIFEST, Location, Manifest, StoredFi
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
 from fullshard.checkpoint.replicas import Hosts, mark_at, training_of
+from fullshard.checkpoint.storage import storage_of
 from fullshard.comm.waits import waiting
 from fullshard.disk.file import bytes_of
 from fullshard.policies import warn
@@ -258,8 +259,10 @@ def _refusal(part: _HostPart, directory: Location) -> str:
         return f"it belongs to a different training run than {directory}"
     if after and mark_at(directory / after) != part.binding["mark"]:
         return f"it was saved after {after}, which is no longer in {directory}"
-    for path in list_checkpoints(directory):
+    for path in storage_of(directory).newest_first():
         number = number_of(path.name)
-        if number is not None and (number_of(after) or (-1, 0)) < number and number[0] <= _number(part)[0]:
+        if number is None or number <= (number_of(after) or (-1, 0)):
+            break
+        if number[0] <= _number(part)[0]:
             return f"{path} was saved after it"
     return ""

@@ -19,7 +19,7 @@ import socket
 import stat
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from fullshard.checkpoint.blocks import (
@@ -31,7 +31,7 @@ from fullshard.checkpoint.blocks import (
     open_regular,
     read_regular,
 )
-from fullshard.checkpoint.manifest import MANIFEST, StoredFile, is_checkpoint, name_of, number_of, steps_of
+from fullshard.checkpoint.manifest import MANIFEST, StoredFile, is_checkpoint, name_of, number_of, step_of, steps_of
 
 #: The hidden directories of a save and of a removal. Others that begin so are those of other programs.
 _PARTIAL = re.compile(r"\.step-\d{8,}\..+-\d+-[0-9a-f]{8}\.partial")
@@ -62,6 +62,9 @@ class LocalStorage:
             raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
         return [directory / name for _, name in sorted(found, reverse=True)]
 
+    def newest_first(self, step: int | None = None) -> Iterator[Path]:
+        return (path for path in self.list() if step is None or step_of(path.name) in (None, step))
+
     def unfinished(self) -> builtins.list[Path]:
         return self._hidden(_PARTIAL)
 
@@ -83,8 +86,8 @@ class LocalStorage:
         except OSError as error:
             raise CheckpointError(f"no checkpoint can be made in {self.directory}: {error.strerror}") from error
 
-    def join(self, name: str) -> LocalPartial:
-        return LocalPartial(self.directory / name, 0)
+    def join(self, key: str) -> LocalPartial:
+        return LocalPartial(self.directory / key, 0)
 
     def remove(self, path: Path) -> bool:
         if path.is_symlink():
@@ -135,10 +138,14 @@ class LocalStorage:
 class LocalPartial:
     """A hidden directory, locked by the process that has made it."""
 
-    largest, unsent = float("inf"), 0
+    largest, unsent, attempt = float("inf"), 0, ""
 
     def __init__(self, path: Path, step: int, lock: int = -1) -> None:
         self.path, self.step, self._lock = path, step, lock
+
+    @property
+    def key(self) -> str:
+        return self.path.name
 
     @classmethod
     def locked(cls, directory: Path, step: int) -> LocalPartial | None:
@@ -193,7 +200,7 @@ class LocalPartial:
                         raise
         raise AssertionError
 
-    def discard(self) -> None:
+    def discard(self, is_empty: bool = False) -> None:
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             self._release()

@@ -77,14 +77,19 @@ class Kind:
         self.boxes = {piece[3:]: number for number, piece in enumerate(self.pieces)}
 
     def parts(self) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The parts that ranks had. One that a rank has split along the first dim, for a store, is one part."""
-        if not self.shape:
-            return {*self.boxes}
-        begins: dict[Any, int] = {}  # where a part begins, by its writer, its other dims, and its end
-        for file, _, _, (at, *offsets), (size, *sizes) in sorted(self.pieces, key=operator.itemgetter(3)):
-            where = file.rpartition("_")[0], tuple(offsets), tuple(sizes)
-            begins[*where, at + size] = begins.pop((*where, at), at)
-        return {((at, *offsets), (end - at, *sizes)) for (_, offsets, sizes, end), at in begins.items()}
+        """The parts that ranks had. One that a rank has split for a store is one part."""
+        found = {(file.rpartition("_")[0], offsets, sizes) for file, _, _, offsets, sizes in self.pieces}
+        for dim in reversed(range(len(self.shape))):
+            begins: dict[Any, int] = {}  # where a part begins, by its writer, its other dims, and its end
+            for writer, offsets, sizes in sorted(found, key=operator.itemgetter(1)):
+                others = offsets[:dim], offsets[dim + 1 :], sizes[:dim], sizes[dim + 1 :]
+                at = offsets[dim]
+                begins[writer, others, at + sizes[dim]] = begins.pop((writer, others, at), at)
+            found = {
+                (writer, (*low, at, *high), (*before, end - at, *after))
+                for (writer, (low, high, before, after), end), at in begins.items()
+            }
+        return {(offsets, sizes) for _, offsets, sizes in found}
 
     def piece(self, number: int, at: int) -> Piece:
         """A piece of one of the tensors."""

@@ -16,6 +16,10 @@ from fullshard.checkpoint import dcp
 from fullshard.checkpoint.layout import Box
 from fullshard.checkpoint.manifest import Piece, Stored
 
+#: Stands in an outline for the attempt that makes the names of files unique, as the descriptions of all saves of a
+#: model are to be the same.
+BLANK = "of-this-attempt"
+
 
 def outlines_of(
     rank: int,
@@ -23,32 +27,54 @@ def outlines_of(
     values: list[tuple[str, int]],
     paths: dict[str, tuple[str | int, ...]],
     largest: float,
+    is_unique: bool,
 ) -> Iterator[tuple[Outline, list[torch.Tensor]]]:
-    """The outlines of a rank's files, with the tensors in each. Large tensors are split along their first dim."""
-    for number, part in enumerate(_split(pairs, largest) if largest < float("inf") else [pairs]):
+    """The outlines of a rank's files, with the tensors in each. Large tensors are split; a large value is not. With
+    ``is_unique``, the names of files contain :data:`BLANK`."""
+    end = f"-{BLANK}.distcp" if is_unique else ".distcp"
+    for number, (some, part) in enumerate(
+        _split(pairs, values, largest) if largest < float("inf") else [(values, pairs)]
+    ):
         boxes, tensors = [box for box, _ in part], [tensor for _, tensor in part]
         kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        yield (
-            Outline(f"__{rank}_{number}.distcp", boxes, kinds, [] if number else values, {} if number else paths),
-            tensors,
-        )
+        yield Outline(f"__{rank}_{number}{end}", boxes, kinds, some, {} if number else paths), tensors
 
 
-def _split(pairs: Iterable[tuple[Box, torch.Tensor]], largest: float) -> list[list[tuple[Box, torch.Tensor]]]:
-    """Groups of tensors of about ``largest`` bytes. Tensors with more are split along their first dim."""
-    groups, size = [list[tuple[Box, torch.Tensor]]()], 0.0
+def _split(
+    pairs: Iterable[tuple[Box, torch.Tensor]], values: Iterable[tuple[str, int]], largest: float
+) -> list[tuple[list[tuple[str, int]], list[tuple[Box, torch.Tensor]]]]:
+    """Groups of values and tensors that take at most ``largest`` bytes in a file, if no value takes more."""
+    groups, size = [(list[tuple[str, int]](), list[tuple[Box, torch.Tensor]]())], 0.0
+
+    def add(length: int) -> tuple[list[tuple[str, int]], list[tuple[Box, torch.Tensor]]]:
+        nonlocal size
+        if size and size + length > largest:
+            groups.append(([], []))
+            size = 0.0
+        size += length
+        return groups[-1]
+
+    for value in values:
+        add(value[1])[0].append(value)
+    size += -size % dcp.ALIGNMENT
     for box, tensor in pairs:
-        rows = max(1, int(largest * len(tensor) // tensor.nbytes)) if tensor.nbytes > largest and tensor.dim() else 0
-        for at in range(0, len(tensor), rows) if rows else [0]:
-            part, offsets = tensor, box.offsets
-            if rows:
-                part, offsets = tensor[at : at + rows], (box.offsets[0] + at, *box.offsets[1:])
-            if size and size + part.nbytes > largest:
-                groups.append([])
-                size = 0.0
-            groups[-1].append((box._replace(offsets=offsets), part))
-            size += part.nbytes
+        for part in _parts(box, tensor, largest):
+            add(dcp.around(part[1].dtype, tuple(part[1].shape))[2])[1].append(part)
     return groups
+
+
+def _parts(box: Box, tensor: torch.Tensor, largest: float, dim: int = 0) -> Iterator[tuple[Box, torch.Tensor]]:
+    """The parts of a tensor that take at most ``largest`` bytes in a file: rows, and parts of a row that takes more."""
+    length = dcp.around(tensor.dtype, tuple(tensor.shape))[2]
+    if length <= largest or dim == tensor.dim():
+        yield box, tensor
+        return
+    size = tensor.shape[dim]
+    rows = max(1, int((largest - (length - tensor.nbytes)) * size // tensor.nbytes))
+    for at in range(0, size, rows):
+        offsets = (*box.offsets[:dim], box.offsets[dim] + at, *box.offsets[dim + 1 :])
+        part = tensor[(slice(None),) * dim + (slice(at, at + rows),)]
+        yield from _parts(box._replace(offsets=offsets), part, largest, dim + 1)
 
 
 class Outline(NamedTuple):

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -16,6 +17,17 @@ from fullshard.comm.waits import PeerFailureError, waiting
 
 _Result = TypeVar("_Result")
 
+#: In a forked process, the process group that its parent had. Threads do its work, and they are in the parent only.
+_PARENT = dict[str, object]()
+
+
+def _note_group() -> None:
+    if dist.is_initialized():
+        _PARENT["group"] = dist.group.WORLD
+
+
+os.register_at_fork(after_in_child=_note_group)
+
 
 class PeerFailure(CheckpointError, PeerFailureError):
     """Another rank is lost: the remaining ranks cannot communicate any more."""
@@ -28,6 +40,11 @@ class Ranks:
         self.group: dist.ProcessGroup | None = None  # a group that can send CPU tensors
         self.rank, self.size = 0, 1
         if dist.is_initialized():
+            if dist.group.WORLD is _PARENT.get("group"):
+                raise CheckpointError(
+                    f"process {os.getpid()} was forked from a rank, and cannot communicate as that rank does: save and "
+                    "load in the rank itself, or in a process that is started with 'spawn'"
+                )
             self.group = process_group or dist.group.WORLD
             self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
             if "cpu:gloo" not in dist.get_backend_config(self.group):

@@ -30,7 +30,6 @@ from fullshard.checkpoint.manifest import (
     decode,
     few,
     number_of,
-    step_of,
 )
 from fullshard.checkpoint.storage import files_of, located, storage_of
 from fullshard.disk.file import bytes_of
@@ -61,11 +60,10 @@ def is_there(path: Location) -> bool:
 def newest_first(directory: str | Path, step: int | None = None) -> Iterator[Path]:
     """Like :func:`list_checkpoints`, but lists the directory again before each one: while the caller tried one, a save
     may have removed others and made a newer one. With ``step``, only those that may be of it."""
-    tried = set[Path]()
+    tried, storage = set[Path](), storage_of(located(directory))
 
     def untried() -> Path | None:
-        found = (path for path in list_checkpoints(directory) if step is None or step_of(path.name) in (None, step))
-        return next((path for path in found if path not in tried), None)
+        return next((path for path in storage.newest_first(step) if path not in tried), None)
 
     while path := untried() or untried():  # a listing may miss a directory that is being renamed; two listings do not
         tried.add(path)

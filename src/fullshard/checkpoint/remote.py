@@ -1,44 +1,59 @@
 """Checkpoints in an object store, or in any other file system that fsspec knows.
 
 There is no rename that publishes a directory, and there are no locks. So objects are written under their final names,
-and the manifest publishes them. It is written last::
+and the manifest publishes them. It is written last, if there is none of its name::
 
-    step-00000010/.writing             a lease: the save that may write here
-    step-00000010/__0_0.distcp  ...    from every rank, several at a time
+    .writing-step-00000010-<key>       a lease: a save writes there, or failed there and its manifest may still arrive
+    step-00000010/.begun-<key>         until it is published
+    step-00000010/__0_0-<key>.distcp   from every rank, several at a time
     step-00000010/.metadata            for DCP
-    step-00000010/manifest.json        from now on it is a checkpoint
+    step-00000010/manifest.json        names the objects; from now on it is a checkpoint
     newest.json                        its name, because listings may be late
 
-The process may end after any of them. What has no manifest, and the lease of a process that has ended, is a leftover,
-and the next save removes it. What has neither belongs to others, such as a copy under way. A removal deletes the
-manifest first. A reader holds a lease, too (``.reading-*``), so that nobody removes what it reads.
+The process may end after any of them, or sleep between any two. A request may arrive after the process has taken it for
+failed. So the names of objects are unique to one save, and no other save is harmed by a request that comes late.
+
+Whoever removes what a save has left whose lease is over first puts a *mark*. A save that finds a mark after it has
+published was taken for ended, and fails. Only objects that belong to such a lease are removed: those of other programs
+stay. A removal deletes the manifest first. A reader holds a lease, too (``.reading-*``), so that nobody removes what it
+reads.
 """
 
 from __future__ import annotations
 
 import builtins
-import itertools
 import json
+import os
+import random
+import re
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 from fullshard.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, CheckpointError, CorruptCheckpointError
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Location, StoredFile, entry_of, name_of, number_of
 from fullshard.checkpoint.store import NOW, Lease, Store
 from fullshard.policies import warn
 
-#: The most bytes of an object, or of a range that is read at once. How many of them travel at a time.
+#: The most bytes of an object with tensors, or of a range that is read at once. How many of them travel at a time.
 _OBJECT, _AT_A_TIME = 32 << 20, 8
-_WRITING, _READING, _NEWEST = ".writing", ".reading-", "newest.json"
+#: Beginnings of the names of leases. ``_FAILED`` is that of a save that failed before it sent its manifest.
+_WRITING, _FAILED, _REMOVING, _READING = ".writing-", ".failed-", ".removing-", ".reading-"
+_LEASE = re.compile(r"(\.writing-|\.failed-|\.removing-)(.+)-([0-9a-f]{15})")
+#: Beginnings of the names of marks, and of an object that each save makes once. The name of the newest checkpoint.
+_MARK, _BEGUN, _NEWEST = ".over-", ".begun-", "newest.json"
 
 
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_AT_A_TIME, "fullshard-store")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process has none of the threads
 
 
 class ObjectStorage:
@@ -50,20 +65,22 @@ class ObjectStorage:
         self.directory, self._store = directory, Store(directory)
 
     def list(self) -> list[Location]:
+        return [*self.newest_first()]
+
+    def newest_first(self, step: int | None = None) -> Iterator[Location]:
         if number_of(self.directory.name):
-            return self._those([self.directory])
+            yield from self._those([self.directory])
+            return
         noted = _threads().submit(self._store.get, _NEWEST)
-        names = {name for name in self._store.list() if number_of(name)}
-        note = noted.result()
-        newest = entry_of(note or b"", "newest")
-        if note is not None and not number_of(newest):
-            warn(f"{self.directory / _NEWEST} is ignored: it is not what was written")
-        names |= {newest} if number_of(newest) else set()
-        ordered = sorted(names, key=lambda name: number_of(name) or (), reverse=True)
-        found = self._those([self.directory / name for name in ordered] or [self.directory])
-        if not names and not found:
-            self._store.refuse_missing()
-        return found
+        names = self._steps(self._store.list(), noted.result())
+        if not names:
+            yield from (found := self._those([self.directory]))
+            if not found:
+                self._store.refuse_missing()
+        paths = [self.directory / name for name in names if step is None or _number(name)[0] == step]
+        # The first one alone, because it is usually the only one that anybody wants to know.
+        for start in (0, *range(1, len(paths), _AT_A_TIME)):
+            yield from self._those(paths[start : start + (_AT_A_TIME if start else 1)])
 
     def unfinished(self) -> builtins.list[Location]:
         names = sorted(filter(number_of, self._store.list()))
@@ -75,59 +92,95 @@ class ObjectStorage:
         return [path for path, is_published in zip(paths, found, strict=True) if is_published == published]
 
     def begin(self, step: int | None) -> ObjectPartial:
-        self._remove_leftovers()
-        names = {*self._store.list(), *(path.name for path in self.list())}  # also those of other programs
-        numbers = [number for name in names if (number := number_of(name))]
+        found = self._store.list()
+        if not found:
+            self._store.refuse_missing()
+        if self._remove_leftovers(found):
+            found = self._store.list()
+        numbers = [*map(_number, self._steps(found, self._store.get(_NEWEST)))]  # also those of other programs
         step = max(numbers, default=(-1, 0))[0] + 1 if step is None else step
-        first = max((again for at, again in numbers if at == step), default=-1) + 1
-        for again in itertools.count(first):
-            path = self.directory / name_of(step, again)
-            if lease := Lease.taken(Store(path), _WRITING):
-                if not ObjectFiles(path).is_published():
-                    return ObjectPartial(path, step, lease)
-                lease.release()
-        raise AssertionError
+        made = [again for at, again in numbers if at == step]
+        again = max(made, default=0)  # a lower one would be older
+        while True:
+            path = self.directory / (name := name_of(step, again))
+            if not self._is_free(path, found):
+                again += 1
+                continue
+            lease = Lease(self._store, f"{_WRITING}{name}-")
+            found = self._store.list()
+            # Of two saves that choose a name at once, at least one finds the lease of the other one, or its manifest.
+            if not _users(name, found, lease) and not ObjectFiles(path).is_published():
+                return ObjectPartial(path, step, lease.key, lease)
+            lease.release()
+            time.sleep(random.random() / 4)
+            found = self._store.list()
 
-    def join(self, name: str) -> ObjectPartial:
-        return ObjectPartial(self.directory / name, 0)
+    def _is_free(self, path: Location, found: Iterable[str]) -> bool:
+        """Whether a save may write there. There may be objects that saves have left that failed."""
+        if _users(path.name, found) or ObjectFiles(path).is_published():
+            return False
+        failed = [lease[3] for lease in map(_LEASE.fullmatch, found) if lease and lease[2] == path.name]
+        return all(any(key in each for key in failed) for each in Store(path).list())
+
+    def join(self, key: str) -> ObjectPartial:
+        name, _, key = key.rpartition("/")
+        return ObjectPartial(self.directory / name, 0, key)
 
     def remove(self, path: Location) -> bool:
-        store = Store(path)
-        lease = Lease.taken(store, _WRITING, succeed=True)  # so that no save begins here now
-        if lease is None:
-            return False
+        lease = Lease(self._store, f"{_REMOVING}{path.name}-")  # so that no save begins here now
         try:
-            names = MANIFEST, METADATA
-            data = [*_threads().map(store.get, names)]
-            if _is_pinned(store, store.list()):
-                return False
-            store.delete(names)
-            objects = store.sizes()
-            if _is_pinned(store, objects):  # a reader may have come in between
-                for name, each in zip(reversed(names), reversed(data), strict=True):
-                    if each is not None:
-                        store.put(name, each)
-                return False
-            _delete_all(store, objects, lease)
-            return True
-        finally:
-            lease.release()
+            is_removed = not _users(path.name, self._store.list(), lease) and _remove(Store(path), lease)
+        except BaseException:
+            lease.leave(f"{_REMOVING}{path.name}-")  # a later save removes what is left
+            raise
+        lease.release()
+        return is_removed
 
-    def _remove_leftovers(self) -> None:
-        """Removes what saves, removals and readers have left that were interrupted."""
-        names = [*filter(number_of, self._store.list())]
-        stores = [Store(self.directory / name) for name in names]
-        for name, store, found in zip(names, stores, _threads().map(Store.list, stores), strict=True):
-            leases = [each for each in found if each.startswith((_READING, NOW))]
-            store.delete([each for each in leases if Lease.is_over(store, each)])
-            if not any(each.startswith(_WRITING) for each in found):
-                continue  # published, or not ours, such as a copy under way
-            if lease := Lease.taken(store, _WRITING, succeed=True):
-                # In this order: a save publishes first, and then releases its lease.
-                is_published = ObjectFiles(self.directory / name).is_published()
-                left = [each for each in found if each.startswith(_WRITING)] if is_published else store.sizes()
-                _delete_all(store, left, lease)
-                lease.release()
+    def _remove_leftovers(self, found: Iterable[str]) -> bool:
+        """Removes what saves and removals have left that were interrupted. Returns whether there was something."""
+        is_left = False
+        try:
+            for name in found:
+                lease = _LEASE.fullmatch(name)
+                if (lease or name.startswith(NOW)) and Lease.is_over(self._store, name):
+                    is_left = True
+                    if lease:
+                        self._clean(*lease.groups())
+                    self._store.delete([name])
+                    if lease:
+                        Store(self.directory / lease[2]).delete([f"{_MARK}{lease[3]}"])
+            for name in self._steps(found)[:1]:  # readers mostly read the newest
+                store = Store(self.directory / name)
+                store.delete(
+                    [each for each in store.list() if each.startswith(_READING) and Lease.is_over(store, each)]
+                )
+        except CheckpointError as error:
+            warn(f"what an interrupted save has left in {self.directory} could not be removed: {error}")
+        return is_left
+
+    def _clean(self, kind: str, name: str, key: str) -> None:
+        """Removes what one save or removal has left, whose lease is over."""
+        store = Store(self.directory / name)
+        if kind == _REMOVING:
+            if not store.exists(MANIFEST) and not _is_pinned(store, names := store.list()):
+                _delete_all(store, names)
+            return
+        store.put(f"{_MARK}{key}", b"")
+        # In this order: a save publishes first, and then looks for a mark.
+        manifest = store.get(MANIFEST) or b""
+        names = [f"{_BEGUN}{key}"]
+        if key.encode() not in manifest:
+            names += [each for each in store.list() if each.endswith(f"-{key}.distcp")]
+            if kind == _WRITING and not manifest and _users(name, self._store.list()) == [f"{kind}{name}-{key}"]:
+                names.append(METADATA)  # otherwise it may be that of the save that took over from this one
+        _delete_all(store, names)
+
+    def _steps(self, found: Iterable[str], note: bytes | None = None) -> builtins.list[str]:
+        """The names of saves in a listing, the newest first. A listing may lack the newest one, which is in a note."""
+        newest = entry_of(note or b"", "newest")
+        if note is not None and not number_of(newest):
+            warn(f"{self.directory / _NEWEST} is ignored: it is not what was written")
+        return sorted({name for name in (*found, newest) if number_of(name)}, key=_number, reverse=True)
 
     def files(self, path: Location) -> ObjectFiles:
         return ObjectFiles(path)
@@ -139,13 +192,39 @@ class ObjectStorage:
         self._store.put(name, text.encode())
 
 
+def _number(name: str) -> tuple[int, int]:
+    return number_of(name) or (-1, 0)
+
+
+def _users(name: str, found: Iterable[str], own: Lease | None = None) -> list[str]:
+    """The leases in a listing, but for one's own, because of which a save of this name must not begin."""
+    leases = [each for each in map(_LEASE.fullmatch, found) if each and each[2] == name and each[1] != _FAILED]
+    return [each[0] for each in leases if own is None or each[0] != own.name]
+
+
+def _remove(store: Store, lease: Lease) -> bool:
+    """Removes a checkpoint, unless somebody reads it. Returns whether it did."""
+    names = MANIFEST, METADATA
+    data = [*_threads().map(store.get, names)]
+    if _is_pinned(store, store.list()) or not lease.is_held():
+        return False
+    store.delete(names)
+    objects = store.sizes()
+    if _is_pinned(store, objects):  # a reader may have come in between
+        for name, each in zip(reversed(names), reversed(data), strict=True):
+            if each is not None:
+                store.put(name, each)
+        return False
+    _delete_all(store, objects)
+    return True
+
+
 def _is_pinned(store: Store, names: Iterable[str]) -> bool:
     return any(not Lease.is_over(store, name) for name in names if name.startswith(_READING))
 
 
-def _delete_all(store: Store, names: Iterable[str], lease: Lease) -> None:
-    """Deletes objects, but not the lease under whose protection this is done."""
-    deque(_threads().map(lambda name: store.delete([name]), set(names).difference(lease.names)), maxlen=0)
+def _delete_all(store: Store, names: Iterable[str]) -> None:
+    deque(_threads().map(lambda name: store.delete([name]), names), maxlen=0)
 
 
 class ObjectPartial:
@@ -153,10 +232,18 @@ class ObjectPartial:
 
     largest = float(_OBJECT)
 
-    def __init__(self, path: Location, step: int, lease: Lease | None = None) -> None:
-        self.path, self.step = path, step
+    def __init__(self, path: Location, step: int, key: str, lease: Lease | None = None) -> None:
+        self.path, self.step, self.attempt = path, step, key
         self._store, self._lease = Store(path), lease
         self._under_way: dict[Future[None], int] = {}  # with the size of each object
+        self._left = _FAILED  # the beginning of the name of the lease that it leaves if it fails
+        self._begun = f"{_BEGUN}{key}"
+        if lease is not None:
+            self._store.put(self._begun, b"")
+
+    @property
+    def key(self) -> str:
+        return f"{self.path.name}/{self.attempt}"
 
     @property
     def unsent(self) -> int:
@@ -168,7 +255,14 @@ class ObjectPartial:
     def _put(self, name: str, data: bytearray) -> None:
         while len(self._under_way) >= _AT_A_TIME:
             self._wait(FIRST_COMPLETED)
-        self._under_way[_threads().submit(self._store.put, name, data)] = len(data)
+        put = self._put_metadata if name == METADATA else self._store.put
+        self._under_way[_threads().submit(put, name, data)] = len(data)
+
+    def _put_metadata(self, name: str, data: bytearray) -> None:
+        """Its name is not unique to this save."""
+        self._left = _WRITING
+        if not self._store.create(name, data):
+            raise self._taken_over()
 
     def flush(self) -> None:
         self._wait(ALL_COMPLETED)
@@ -178,21 +272,49 @@ class ObjectPartial:
             each.result()
             del self._under_way[each]  # until now it counts as unsent
 
+    def _is_cleaned(self) -> bool:
+        """Whether another job has taken this save for ended, and removes or has removed its objects."""
+        # In this order: the mark is deleted last.
+        return self._store.exists(f"{_MARK}{self.attempt}") or not self._store.exists(self._begun)
+
+    def _taken_over(self) -> CheckpointError:
+        return CheckpointError(f"{self.path} was taken over by another job: this one did not answer for minutes")
+
     def publish(self, manifest: bytes) -> str:
-        if self._lease is None or not self._lease.is_held() or not self._store.create(MANIFEST, manifest):
-            raise CheckpointError(f"{self.path} was taken over by another job: this one did not answer for minutes")
+        if self._lease is None or self._is_cleaned():
+            raise self._taken_over()
+        self._left = _WRITING
+        if not self._store.create(MANIFEST, manifest):
+            raise self._taken_over()
+        is_cleaned = False
+        with suppress(CheckpointError):  # it is published
+            is_cleaned = self._is_cleaned()
+        if is_cleaned:
+            if self._store.get(MANIFEST) == manifest:
+                self._store.delete([MANIFEST])
+            raise self._taken_over()
         lease, self._lease = self._lease, None  # from now on there is nothing to discard
-        Store(self.path.parent).put(_NEWEST, json.dumps({"newest": self.path.name}).encode())
+        try:
+            Store(self.path.parent).put(_NEWEST, json.dumps({"newest": self.path.name}).encode())
+            self._store.delete([self._begun])
+        except CheckpointError as error:
+            warn(f"{self.path} is saved, but what a save does afterwards failed: {error}")
         lease.release()
         return str(self.path.name)
 
-    def discard(self) -> None:
+    def discard(self, is_empty: bool = False) -> None:
         for each in self._under_way:
             each.cancel()
-        with suppress(CheckpointError):  # then the next save removes the rest
-            if self._lease is not None and self._lease.is_held():
-                _delete_all(self._store, self._store.sizes(), self._lease)
-                self._lease.release()
+        lease, self._lease = self._lease, None
+        if lease is None:
+            return
+        if is_empty:
+            lease.release()
+            return
+        if self._left == _FAILED:  # otherwise its manifest may still arrive, and then it is whole
+            with suppress(CheckpointError):  # a later save removes the rest, and what still arrives
+                _delete_all(self._store, [name for name in self._store.list() if self.attempt in name])
+        lease.leave(f"{self._left}{self.path.name}-")
 
 
 class ObjectFiles:
@@ -208,11 +330,12 @@ class ObjectFiles:
 
     def pin(self, owner: object) -> Callable[[], object]:
         unpin: Callable[[], object] = lambda: None  # noqa: E731
-        with suppress(Exception):  # a store that cannot be written to
-            unpin = weakref.finalize(owner, Lease.made(self._store, _READING).release)
+        if not self._store.is_web:
+            with suppress(CheckpointError, NotImplementedError):  # a store that this process may not write to
+                unpin = weakref.finalize(owner, Lease(self._store, _READING).release)
         if number_of(self.path.name):  # what is read next, at the same time as the manifest
             self._metadata = _threads().submit(self._store.get, METADATA)
-            _ = self._sizes
+            _ = None if self._store.is_web else self._sizes
         return unpin
 
     def exists(self, name: str) -> bool:
@@ -229,8 +352,10 @@ class ObjectFiles:
         return _threads().submit(self._store.sizes)
 
     def size(self, name: str, expected: int) -> int:
-        listed = self._sizes.result().get(name)
-        return listed if listed == expected else self._store.size(name)  # a listing may be late
+        if not self._store.is_web and self._sizes.result().get(name) == expected:
+            return expected
+        size = self._store.size(name)  # a listing may be late
+        return expected if size is None else size
 
     def open(self, name: str, file: StoredFile) -> BlockReader:
         reader = _ObjectReader(self, self._store, name, file)
@@ -300,7 +425,8 @@ class _ObjectReader(BlockReader):
         while self._ranges and len(self.ahead) < _AT_A_TIME:
             start, end = self._ranges.popleft()
             part = (start, end) if end - start < self.size else ()  # ranges cost some servers a copy
-            self.ahead.append((start, end, _threads().submit(self._store.get, self._name, *part)))
+            get = _threads().submit(partial(self._store.get, self._name, *part, nbytes=end - start))
+            self.ahead.append((start, end, get))
 
     def _fill(self, block: memoryview, start: int) -> int:
         while self.ahead and self.ahead[0][1] <= start:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import takewhile
 
 from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError
 from fullshard.checkpoint.keep import CheckpointInfo, PreservationPolicy
@@ -31,13 +32,12 @@ def remove_older(directory: Location, name: str, keep: Sequence[PreservationPoli
     """
     storage, made = storage_of(directory), number_of(name) or (0, 0)
     try:
-        paths = storage.list()
-        newer = [path for path in paths if (number_of(path.name) or made) > made]
-        older = paths[len(newer) :]
+        newer = [*takewhile(lambda path: (number_of(path.name) or made) > made, storage.newest_first())]
         if not replicas:
             _warn_of_newer(directory, made[0], newer)
         if not keep:
             return
+        older = storage.list()[len(newer) :]
         reasons = reasons_to_stay(older, keep, whole=not replicas)
     except Exception as error:  # also of a user's policy
         warn(f"no checkpoint in {directory} was removed: {_text(error)}")

@@ -191,7 +191,7 @@ def binding(directory: Location) -> dict[str, str]:
     if not found:
         storage_of(directory).write_note(_TRAINING, json.dumps({"training": uuid.uuid4().hex}) + "\n")
         found = training_of(directory)
-    newest = next(iter(list_checkpoints(directory)), None)
+    newest = next(storage_of(directory).newest_first(), None)
     after = {"after": newest.name, "mark": mark_at(newest)} if newest is not None else {}
     return {"directory": str(directory.resolve()), "training": found, **after}
 

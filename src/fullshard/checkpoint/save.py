@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ from fullshard.checkpoint.manifest import (
     encode_contents,
     number_of,
 )
-from fullshard.checkpoint.outline import LastSave, Outline, outlines_of
+from fullshard.checkpoint.outline import BLANK, LastSave, Outline, outlines_of
 from fullshard.checkpoint.progress import Progress
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.removal import remove_older
@@ -100,7 +101,8 @@ def save(
         optimizer: an optimizer of the model's parameters.
         step: the number of the checkpoint. ``None``: the next number.
         wait: ``False``: return once everything is copied to host memory, and write in the background. If that fails,
-            the next :func:`save`, :func:`load` or :func:`wait_until_finished` raises the error. A model that a
+            the next :func:`save`, :func:`load` or :func:`wait_until_finished` raises the error; if none follows, the
+            program prints it and ends with the status 1. A model that a
             ``DiskOffloadPolicy`` offloads is always written before it returns, because a copy would not fit.
         memory_budget_bytes: with ``wait=False``, the most host memory that the copies of this rank may take together,
             in bytes or as ``"64GiB"``. Saves are then written one after the other while training goes on, and a save
@@ -249,7 +251,7 @@ class _Writing:
                     self.paths[".".join(path)] = path
         except BaseException:
             if self.partial is not None:
-                self.partial.discard()
+                self.partial.discard(is_empty=True)
             raise
 
     def _find_hosts(self) -> None:
@@ -258,16 +260,16 @@ class _Writing:
             self.manifest.binding = self.hosts.binding
 
     def _begin(self) -> tuple[str, int | None]:
-        """Makes the directory if this rank leads. Returns its name, and the step."""
+        """Makes the directory if this rank leads. Returns its key, and the step."""
         if self.ranks.rank != self.leader:
             return "", self.step
         self.partial = self.storage.begin(self.step)
-        return self.partial.path.name, self.partial.step
+        return self.partial.key, self.partial.step
 
     def _join(self, begun: list[tuple[str, int | None]]) -> None:
         """Joins the directory that a rank has made."""
-        name, self.step = begun[self.leader]
-        self.partial = self.partial or (self.storage.join(name) if name else None)
+        key, self.step = begun[self.leader]
+        self.partial = self.partial or (self.storage.join(key) if key else None)
 
     def _collect(
         self, contents: Contents, user_state: dict[str, bytes], model: nn.Module, optimizer: Optimizer | None,
@@ -393,15 +395,18 @@ class _Writing:
         if self.failure is not None:
             raise self.failure
         sizes, pairs = [(name, len(data)) for name, data in self.values], [*zip(self.boxes, self.tensors, strict=True)]
-        parts = [*outlines_of(self.ranks.rank, pairs, sizes, self.paths, self.partial.largest)]
+        parts = [
+            *outlines_of(self.ranks.rank, pairs, sizes, self.paths, self.partial.largest, bool(self.partial.attempt))
+        ]
         outlines = [outline for outline, _ in parts]
         if outlines != LastSave.outlines:
             LastSave.outlines, LastSave.between = outlines, [outline.laid_out()[2] for outline in outlines]
             LastSave.key = uuid.uuid4().hex
-        files = dict[str, StoredFile]()
+        files, left = dict[str, StoredFile](), iter(self.values)
         for (outline, tensors), between in zip(parts, LastSave.between, strict=True):
-            values, each = self.values if outline.values else (), zip(between, tensors, strict=False)
-            files[outline.name] = self._write_file(outline.name, values, each, between[-1])
+            values, each = islice(left, len(outline.values)), zip(between, tensors, strict=False)
+            name = outline.name.replace(BLANK, self.partial.attempt)
+            files[outline.name] = self._write_file(name, values, each, between[-1])
         self.partial.flush()
         digest = checksum("".join(LastSave.keys).encode())
         return files, outlines, (LastSave.key, digest, Sent.of(*next(iter(files.items()))))
@@ -425,7 +430,7 @@ class _Writing:
             writer.write(end)
             writer.close()
         except OSError as error:
-            raise CheckpointError(f"{path / name} could not be written: {error.strerror}") from error
+            raise CheckpointError(f"{path / name} could not be written: {error.strerror or error}") from error
         finally:
             writer.abandon()
         return StoredFile(writer.size, writer.checksums)
@@ -441,12 +446,15 @@ class _Writing:
         outlines = [outline for _, outlines in parts for outline in outlines or ()]
         if outlines:
             LastSave.metadata, LastSave.contents = self._describe(outlines)
-        manifest.files[METADATA] = self._write_file(METADATA, [("", LastSave.metadata)], (), b"")
+        attempt = self.partial.attempt
+        manifest.files = {name.replace(BLANK, attempt): file for name, file in manifest.files.items()}
+        metadata = LastSave.metadata.replace(BLANK.encode(), attempt.encode()) if attempt else LastSave.metadata
+        manifest.files[METADATA] = self._write_file(METADATA, [("", metadata)], (), b"")
         try:
             self.partial.flush()
             name = self.partial.publish(encode(manifest, LastSave.contents))
         except OSError as error:
-            raise CheckpointError(f"{self.partial.path} could not be completed: {error.strerror}") from error
+            raise CheckpointError(f"{self.partial.path} could not be completed: {error.strerror or error}") from error
         if self.hosts is None:
             remove_older(self.directory, name, self.keep)
         return name

@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,11 +52,17 @@ class Partial(Protocol):
         path: where its files are.
         step: its step.
         largest: the largest size of a file in bytes, if files can be split.
+        attempt: what the names of its files contain so that no other save has them; empty if that is not needed.
+        key: tells another rank what to join.
     """
 
     path: Location
     step: int
     largest: float
+    attempt: str
+
+    @property
+    def key(self) -> str: ...
 
     @property
     def unsent(self) -> int:
@@ -72,8 +78,12 @@ class Partial(Protocol):
         """Writes the manifest, and makes the checkpoint visible, in one step. Returns its name. The first rank calls
         it when the files of all ranks are kept."""
 
-    def discard(self) -> None:
-        """Removes it, unless it was published. Any process may call it at any time, also twice."""
+    def discard(self, is_empty: bool = False) -> None:
+        """Removes it, unless it was published. Any process may call it at any time, also twice.
+
+        Args:
+            is_empty: whether no rank has begun to write a file.
+        """
 
 
 class Files(Protocol):
@@ -113,6 +123,9 @@ class Storage(Protocol):
     def list(self) -> list[Location]:
         """The published checkpoints, the newest first."""
 
+    def newest_first(self, step: int | None = None) -> Iterator[Location]:
+        """Like :meth:`list`, but finds the next one when it is asked for. With ``step``, only those named after it."""
+
     def unfinished(self) -> builtins.list[Location]:
         """What saves write now, or have left when they were interrupted."""
 
@@ -120,8 +133,8 @@ class Storage(Protocol):
         """Begins a checkpoint of a step (``None``: the next one). Raises CheckpointError if it cannot. It first removes
         what saves that were interrupted have left."""
 
-    def join(self, name: str) -> Partial:
-        """The checkpoint that another rank has begun, for the files of this rank. ``name`` is that of its path."""
+    def join(self, key: str) -> Partial:
+        """The checkpoint that another rank has begun, for the files of this rank."""
 
     def remove(self, path: Location) -> bool:
         """Removes a checkpoint, unless it is pinned. Returns whether it did."""

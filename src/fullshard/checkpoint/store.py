@@ -1,4 +1,5 @@
-"""Objects by name in a store: put, get a range, list, delete. Every request is repeated if it fails.
+"""Objects by name in a store: put, get a range, list, delete. Every request has a time limit, and is repeated if it
+fails.
 
 Owns what is particular about stores. Requests fail now and then, so each is repeated with growing pauses. A *lease* is
 an object that says which process uses others: it takes the place of a lock, and expires if that process has ended.
@@ -7,6 +8,7 @@ an object that says which process uses others: it takes the place of a lock, and
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -15,128 +17,182 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from fullshard.checkpoint.blocks import CheckpointError, checksum
+from fullshard.checkpoint.blocks import CheckpointError
 from fullshard.comm.local_ranks import host_id
+from fullshard.policies import warn
 
 _Result = TypeVar("_Result")
 
 #: Pauses before a failed request is repeated, in seconds.
 PAUSES = (0.1, 0.3, 1.0, 3.0, 10.0)
+#: Seconds after which a request without an answer has failed, and for how long failed requests are repeated. Both grow
+#: with the bytes that a request moves: a link that moves fewer bytes in a second than this is too slow.
+LIMIT, PATIENCE, _SLOWEST = 30.0, 45.0, 128 << 10
+#: Bytes to expect of an object whose size is not known, such as a manifest.
+_UNKNOWN = 8 << 20
 #: Seconds between two renewals of a lease, and seconds without one after which it has expired.
 _RENEWAL, _EXPIRY = 30.0, 300.0
 #: How the names of objects begin that are made to read the store's clock.
 NOW = ".now-"
 #: The protocols of stores in which the first part of a path is a bucket, or a container, that is made apart.
 _WITH_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "r2"}
-#: Errors that another attempt would not change.
-_FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 class Store:
     """The objects below a ``UPath``, by names relative to it.
 
+    Attributes:
+        is_web: whether it is a web server: objects can be read, but neither written nor listed reliably.
+
     Raises:
-        CheckpointError: a request failed each time that it was repeated.
+        CheckpointError: a request was refused, or failed each time that it was repeated.
     """
 
     def __init__(self, root: Any) -> None:
-        self._fs, self._root, self._url = root.fs, root.path.rstrip("/"), str(root).rstrip("/")
+        self._made, self._root, self._url = root.fs, root.path.rstrip("/"), str(root).rstrip("/")
+        protocol = self._made.protocol
+        protocols = {protocol} if isinstance(protocol, str) else {*protocol}
+        self.is_web = not protocols.isdisjoint({"http", "https"})
+        self._bucket = self._root.partition("/")[0] if protocols & _WITH_BUCKETS else ""
+
+    @property
+    def _fs(self) -> Any:
+        made = self._made
+        if made.async_impl and made._pid != os.getpid():  # a forked process lacks the thread that sends its requests
+            self._made = type(made)(*made.storage_args, **made.storage_options)
+        return self._made
 
     def put(self, name: str, data: bytes | bytearray) -> None:
         """Writes an object, whether there is one or not."""
-        self._repeat(name, lambda path: self._fs.pipe_file(path, data))
+        try:
+            self._repeat(name, lambda path, limit: self._call("pipe_file", limit, path, data), len(data))
+        except FileNotFoundError as error:
+            raise self._no_bucket() from error
 
-    def create(self, name: str, data: bytes) -> bool:
+    def create(self, name: str, data: bytes | bytearray) -> bool:
         """Writes an object if there is none of this name. Returns whether it did. Of several processes that try, one
         succeeds; in stores without conditional writes, the last one."""
+        is_written = False
 
-        def write(path: str) -> None:
-            if self._fs.exists(path):
+        def write(path: str, limit: float) -> None:
+            nonlocal is_written
+            if self._call("exists", limit, path):
                 raise FileExistsError(path)
             try:
-                self._fs.pipe_file(path, data, mode="create")
-            except (NotImplementedError, TypeError, ValueError):
-                self._fs.pipe_file(path, data)
+                self._call("pipe_file", limit, path, data, mode="create")
+            except (NotImplementedError, TypeError, ValueError, OSError) as error:
+                if isinstance(error, OSError) and error.errno != errno.ENOSYS:
+                    raise
+                self._call("pipe_file", limit, path, data)
+            is_written = True
 
         # The answer to a request that succeeded may be lost, and then its repetition finds the object.
-        with contextlib.suppress(FileExistsError):
-            self._repeat(name, write)
-        return self.get(name) == data
-
-    def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes | None:
-        """The bytes of an object, or of a range of it; ``None`` if there is no such object."""
         try:
-            return bytes(self._repeat(name, lambda path: self._fs.cat_file(path, start=start, end=end)))
+            self._repeat(name, write, len(data))
+        except FileExistsError:
+            pass
+        except FileNotFoundError as error:
+            raise self._no_bucket() from error
+        try:
+            return self.get(name) == data
+        except CheckpointError:
+            if is_written:  # the store has said so
+                return True
+            raise
+
+    def get(self, name: str, start: int | None = None, end: int | None = None, nbytes: int = 0) -> bytes | None:
+        """The bytes of an object, or of a range of it; ``None`` if there is no such object. ``nbytes``: how many bytes
+        to expect, if that is known."""
+        length = end - (start or 0) if end is not None else nbytes or _UNKNOWN
+        try:
+            data: bytes = self._repeat(
+                name, lambda path, limit: self._call("cat_file", limit, path, start=start, end=end), length
+            )
         except FileNotFoundError:
             return None
+        if end is not None and len(data) > length:  # some web servers know no ranges, and send everything
+            return bytes(data[start or 0 : end])
+        return bytes(data)
 
-    def size(self, name: str) -> int:
-        """The size of an object; -1 if there is none."""
+    def size(self, name: str) -> int | None:
+        """The size of an object; -1 if there is none; ``None`` if the store does not say."""
         try:
-            found = self._repeat(name, self._fs.info)
+            found = self._repeat(name, lambda path, limit: self._call("info", limit, path))
         except FileNotFoundError:
             return -1
-        return int(found["size"] or 0) if found["type"] == "file" else -1
+        size = found.get("size")
+        return None if size is None else int(size) if found["type"] == "file" else -1
 
     def exists(self, name: str) -> bool:
-        return self.size(name) >= 0
+        if self.is_web:  # its library answers in the same way if the server is out of reach
+            return self.get(name, 0, 1) is not None
+        return self.size(name) != -1
 
     def list(self) -> list[str]:
         """The first part of each name."""
-        return [*self._listed(lambda path: dict.fromkeys(self._fs.ls(path, detail=False)))]
+        return [*self._listed("ls", lambda found: dict.fromkeys(found))]
 
     def sizes(self) -> dict[str, int]:
         """The names of all objects, and their sizes in bytes."""
-        found = self._listed(lambda path: self._fs.find(path, detail=True))
+        found = self._listed("find", lambda found: found)
         return {name: int(each["size"] or 0) for name, each in found.items()}
 
-    def _listed(self, request: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    def _listed(self, method: str, by_path: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        detail = method == "find"
         try:
-            found = self._repeat("", request)
+            found = by_path(self._repeat("", lambda path, limit: self._call(method, limit, path, detail=detail)))
         except FileNotFoundError:
             return {}
+        except CheckpointError as error:
+            if self.is_web and 400 <= getattr(error.__cause__, "status", 0) < 500:  # it lists nothing
+                return {}
+            raise
         below = f"{self._root}/"
         return {path.rstrip("/").removeprefix(below): each for path, each in found.items() if path.startswith(below)}
 
     def refuse_missing(self) -> None:
         """Raises CheckpointError if nothing can be saved here, because there is no bucket of this name, because it is
         an object, or because it is on a web server."""
-        protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else {*self._fs.protocol}
-        bucket = self._root.partition("/")[0]
-        if protocols & {"http", "https"}:
+        if self.is_web:
             raise CheckpointError(f"{self._url} is not a checkpoint, and nothing can be saved on a web server")
         if self.exists(""):
             raise CheckpointError(f"{self._url} is an object, not a directory")
-        if protocols & _WITH_BUCKETS and self._lacks(bucket):
-            raise CheckpointError(f"{self._url} cannot be used: there is no bucket or container '{bucket}'")
+        if self._bucket and self._lacks_bucket():
+            raise self._no_bucket()
 
-    def _lacks(self, bucket: str) -> bool:
+    def _lacks_bucket(self) -> bool:
         """Whether there is certainly no bucket of this name."""
         lacks = False
-        for request in (self._fs.info, self._fs.ls):  # the cheaper one may not find an empty bucket
+        for method in ("info", "ls"):  # the cheaper one may not find an empty bucket
             try:
-                request(bucket)
+                self._call(method, LIMIT, self._bucket)
                 return False
             except Exception as error:  # where it may not be read, it is there
                 lacks = isinstance(error, FileNotFoundError)
         return lacks
 
+    def _no_bucket(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self._url} cannot be used: there is no bucket or container '{self._bucket or self._root}'"
+        )
+
     def delete(self, names: Iterable[str]) -> None:
         """Deletes objects, in this order. Those that do not exist are skipped."""
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                self._repeat(name, self._fs.rm_file)
+                self._repeat(name, lambda path, limit: self._call("rm_file", limit, path))
 
     def age(self, name: str, newer: str) -> float:
         """By how many seconds an object is older than another one, by the clock of the store; 0 if it does not say."""
         times = list[datetime]()
         for each in (name, newer):
             try:
-                times.append(self._repeat(each, self._fs.modified))
+                times.append(self._repeat(each, lambda path, limit: self._call("modified", limit, path)))
             except (NotImplementedError, FileNotFoundError):
                 return 0.0
         return (times[1] - times[0]).total_seconds()
@@ -144,20 +200,42 @@ class Store:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def _repeat(self, name: str, request: Callable[[str], _Result]) -> _Result:
-        path = self._path(name)
-        for pause in (*PAUSES, None):
+    def _call(self, method: str, limit: float, *args: Any, **options: Any) -> Any:
+        """One request. Raises TimeoutError if there is no answer after ``limit`` seconds."""
+        fs = self._fs
+        fs.invalidate_cache()  # other processes change what libraries remember of listings
+        if fs.async_impl and (call := getattr(fs, f"_{method}", None)):
+            from fsspec.asyn import sync
+
+            return sync(fs.loop, call, *args, timeout=limit, **options)  # which cancels it
+        answer = Future[Any]()
+
+        def run() -> None:
             try:
-                self._fs.invalidate_cache()  # other processes change what libraries remember of listings
-                return request(path)
-            except (*_FINAL, NotImplementedError):
+                answer.set_result(getattr(fs, method)(*args, **options))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=run, name="fullshard-request", daemon=True).start()
+        return answer.result(limit)
+
+    def _repeat(self, name: str, request: Callable[[str, float], _Result], nbytes: int = 0) -> _Result:
+        path, began, more = self._path(name), time.monotonic(), nbytes / _SLOWEST
+        for attempt, pause in enumerate((*PAUSES, None), 1):
+            try:
+                return request(path, LIMIT + more)
+            except (FileNotFoundError, FileExistsError, NotImplementedError):
                 raise
             except Exception as error:  # the libraries of stores have no common class of errors
-                if pause is None:
-                    what = f"{type(error).__name__}: {error}"
-                    raise CheckpointError(
-                        f"{self._url}/{name}: the store failed {len(PAUSES) + 1} times: {what}"
-                    ) from error
+                what = f"{type(error).__name__}: {error}"
+                if isinstance(error, TimeoutError) and not str(error):
+                    what = f"no answer in {LIMIT + more:.0f} s"
+                refused = isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError)
+                if refused or 400 <= getattr(error, "status", 0) < 500:  # of a web server
+                    raise CheckpointError(f"{self._url}/{name}: the store refused a request: {what}") from error
+                if pause is None or time.monotonic() - began > PATIENCE + more:
+                    times = f"{attempt} times" if attempt > 1 else "once"
+                    raise CheckpointError(f"{self._url}/{name}: the store failed {times}: {what}") from error
             time.sleep(pause * random.uniform(0.5, 1.5))
         raise AssertionError
 
@@ -165,64 +243,32 @@ class Store:
 class Lease:
     """An object by which this process holds others. It is renewed in the background until it is released.
 
-    The lease of a process that has ended is not deleted to take its place: two processes might do so at once, and the
-    slower one would delete the lease of the faster one. It gets a *successor*, an object whose name is made from it, so
-    that one process can create it. Who releases that, deletes both, the first one first.
+    Nobody else ever makes an object of its name. So a request about it does no harm, however late it arrives.
 
-    Args:
-        store: where it is.
-        name: its name.
+    Attributes:
+        key: the end of its name, which no other lease has.
     """
 
     _held: ClassVar[weakref.WeakValueDictionary[str, Lease]] = weakref.WeakValueDictionary()
     _renewing: threading.Thread | None = None
 
-    def __init__(self, store: Store, name: str) -> None:
-        self._store, self.name, self._first = store, name, name
-        self._before = dict[str, bytes]()  # the leases whose successor it is
-        self._is_alone = False  # whether no other process can take it
-        self._id, process = uuid.uuid4().hex, os.getpid()
-        holder = {"host": host_id(), "process": process, "started": _started(process), "lease": self._id}
-        self._data = json.dumps(holder).encode()
-        self._renewed = time.monotonic()
-
-    @classmethod
-    def made(cls, store: Store, prefix: str) -> Lease:
-        """Makes a lease whose name nobody else can have."""
-        lease = cls(store, f"{prefix}{uuid.uuid4().hex}")
-        lease._is_alone = True
-        lease._hold()
-        store.put(lease.name, lease._data)
-        return lease
-
-    @classmethod
-    def taken(cls, store: Store, name: str, *, succeed: bool = False) -> Lease | None:
-        """Takes a lease; ``None`` if there is one of this name. With ``succeed``, it may be the successor of leases
-        whose processes have ended."""
-        lease = cls(store, name)
-        lease._hold()
-        while not store.create(lease.name, lease._data):
-            data = store.get(lease.name)
-            if data is None or not succeed or not cls.is_over(store, lease.name):
-                return None
-            lease._before[lease.name] = data
-            lease.name = lease._successor(data)
-        if any(store.get(each) != data for each, data in lease._before.items()):  # another successor released them
-            store.delete([lease.name])
-            return None
-        return lease
-
-    def _hold(self) -> None:
-        self._held[self._id] = self
+    def __init__(self, store: Store, prefix: str) -> None:
+        """Makes a lease. Its name is the prefix and its key."""
+        self._store, self._process, self._renewed = store, os.getpid(), time.monotonic()
+        self.key = uuid.uuid4().hex[:15]
+        self.name = f"{prefix}{self.key}"
+        self._data = _holder(self.key)
+        self._held[self.key] = self  # not later: other threads take it for the lease of a process that has ended
         if self._renewing is None or not self._renewing.is_alive():
             Lease._renewing = threading.Thread(target=self._renew, name="fullshard-leases", daemon=True)
             Lease._renewing.start()
+        store.put(self.name, self._data)
 
     @classmethod
     def _renew(cls) -> None:
-        while cls._held:
+        while True:  # a thread that is about to end would not see a new lease
             cls._renew_once()
-            time.sleep(1.0)
+            time.sleep(_RENEWAL / 30)
 
     @classmethod
     def _renew_once(cls) -> None:
@@ -230,32 +276,32 @@ class Lease:
             lease = reference()
             if lease is not None and time.monotonic() - lease._renewed >= _RENEWAL:
                 with contextlib.suppress(CheckpointError):
-                    if lease.is_held():
+                    if lease.key in cls._held and lease.is_held():
                         lease._store.put(lease.name, lease._data)
                         lease._renewed = time.monotonic()
 
-    def _successor(self, data: bytes) -> str:
-        """The name of the successor of a lease with these bytes."""
-        return f"{self._first}-{checksum(data)}"
-
-    @property
-    def names(self) -> list[str]:
-        """The names of its objects, in the order in which they are deleted."""
-        return [*self._before, self.name]
-
     def is_held(self) -> bool:
-        """Whether it was not released, and did not expire and was taken by another process, as when this one was
-        suspended for long."""
-        is_there = self._id in self._held and self._store.get(self.name) == self._data
-        return is_there and not self._store.exists(self._successor(self._data))
+        """Whether it is still there: other processes delete it if this one was suspended for long."""
+        return self._store.exists(self.name)
 
     def release(self) -> None:
-        """Deletes it. May be called again."""
+        """Deletes it. May be called again, and in a forked process, which does not hold it."""
+        if self._process != os.getpid() or self._held.pop(self.key, None) is None:
+            return
         try:
-            if self._is_alone or self.is_held():
-                self._store.delete(self.names)
-        finally:  # not before: other threads take it for the lease of a process that has ended
-            self._held.pop(self._id, None)
+            self._store.delete([self.name])
+        except CheckpointError as error:
+            warn(f"a lease could not be deleted, and expires in {_EXPIRY / 60:.0f} minutes: {error}")
+
+    def leave(self, prefix: str) -> None:
+        """Ends it, but lets it expire, under a name with another prefix: requests may still be under way to what it
+        protects."""
+        if self._process != os.getpid() or self._held.pop(self.key, None) is None:
+            return
+        with contextlib.suppress(CheckpointError):  # then the old name expires
+            self._store.put(f"{prefix}{self.key}", b"")
+            if self.name != f"{prefix}{self.key}":
+                self._store.delete([self.name])
 
     @classmethod
     def is_over(cls, store: Store, name: str) -> bool:
@@ -270,12 +316,18 @@ class Lease:
                     return holder["lease"] not in cls._held
                 if holder["started"]:
                     return _started(int(holder["process"])) != str(holder["started"])
-        now = cls(store, f"{NOW}{uuid.uuid4().hex}")  # an object with the store's time of now
-        store.put(now.name, now._data)
+        now = f"{NOW}{uuid.uuid4().hex}"  # an object with the store's time of now
+        store.put(now, _holder(now))
         try:
-            return store.age(name, now.name) > _EXPIRY
+            return store.age(name, now) > _EXPIRY
         finally:
-            store.delete([now.name])
+            store.delete([now])
+
+
+def _holder(key: str) -> bytes:
+    """The bytes of a lease of this process."""
+    process = os.getpid()
+    return json.dumps({"host": host_id(), "process": process, "started": _started(process), "lease": key}).encode()
 
 
 def _started(process: int) -> str:
@@ -284,3 +336,11 @@ def _started(process: int) -> str:
         return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[19]
     except (OSError, IndexError):
         return ""
+
+
+def _forget_parent() -> None:
+    """Ends what a forked process has of its parent's leases, and of the thread that renews them."""
+    Lease._held, Lease._renewing = weakref.WeakValueDictionary(), None
+
+
+os.register_at_fork(after_in_child=_forget_parent)
