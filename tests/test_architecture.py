@@ -18,6 +18,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = (
     (
         "torch_private",
+        "torch_rules",
         "tree",
         "policies",
         "offload_policy",
@@ -176,7 +177,7 @@ def test_nothing_comes_from_the_sharding_that_torch_ships(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_private_names_of_torch_are_used_in_one_file(file: Path) -> None:
-    if name_of(file) in ("torch_private", "interop", "compat.names", "compat.memory_tracker"):
+    if name_of(file) in ("torch_private", "torch_rules", "interop", "compat.names", "compat.memory_tracker"):
         return
     for imported in imports(file):
         if imported.startswith("torch."):

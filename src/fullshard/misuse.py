@@ -23,7 +23,7 @@ from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.policies import warn
 from fullshard.schedule.hooks import when_sharded
 from fullshard.schedule.unit import Phase, Unit
-from fullshard.torch_private import on_scalar_read
+from fullshard.torch_rules import on_scalar_read
 
 
 @when_sharded

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
 from fullshard import torch_private as private
+from fullshard import torch_rules as rules
 from fullshard.comm.waits import waiting
 
 #: Operators that compute element by element, or copy, and lack torch's tag for it.
@@ -126,8 +127,8 @@ def is_ragged(placements: Sequence[Placement]) -> bool:
 @cache
 def follow_ragged() -> None:
     """Let torch follow ragged DTensors from now on. Called when the first placement is made."""
-    private.replicate_between(_needs_whole)
-    private.on_propagation(_propagate)
+    rules.replicate_between(_needs_whole)
+    rules.on_propagation(_propagate)
 
 
 def _needs_whole(before: Placement, after: Placement) -> bool:
@@ -137,32 +138,32 @@ def _needs_whole(before: Placement, after: Placement) -> bool:
 
 def _propagate(schema: Any, by_torch: Callable[[Any], Any]) -> Any:
     """What torch is to know of the results of an operator; ``None`` if no argument is ragged."""
-    specs = private.specs_in([*schema.args_schema, *schema.kwargs_schema.values()])
+    specs = rules.specs_in([*schema.args_schema, *schema.kwargs_schema.values()])
     ragged = [spec for spec in specs if is_ragged(spec.placements)]
     if not ragged:
         return None
     name = schema.op.name().partition("::")[2].partition(".")[0]
-    lists = (private.specs_in(arg) for arg in schema.args_schema if isinstance(arg, (list, tuple)))
+    lists = (rules.specs_in(arg) for arg in schema.args_schema if isinstance(arg, (list, tuple)))
     is_foreach = name.startswith(_OF_LISTS)
     rows = list(zip(*filter(None, lists), strict=False)) if is_foreach else [tuple(specs)]  # of tensors used together
     are_alike = all(len({(spec.placements, spec.shape) for spec in row if spec.ndim}) <= 1 for row in rows)
     are_numbers_known = all(spec.is_replicated() for spec in specs if not spec.ndim)
     if are_alike and (name in _REDUCTIONS or (name in _NORMS and _is_norm_of_parts(schema, ragged))):
         result = by_torch(schema)
-        wanted = private.specs_in(result.redistribute_schema.args_schema if result.needs_redistribute else ())
+        wanted = rules.specs_in(result.redistribute_schema.args_schema if result.needs_redistribute else ())
         stays = any(is_ragged(spec.placements) for spec in wanted)  # some releases want all of each
-        if not stays and not any(map(_is_cut, private.specs_in(result.output_spec))):
+        if not stays and not any(map(_is_cut, rules.specs_in(result.output_spec))):
             return result
     elif are_alike and are_numbers_known and _is_elementwise(schema.op, name):
-        result = by_torch(private.as_replicated(schema))
+        result = by_torch(rules.as_replicated(schema))
         like = rows if is_foreach else repeat(tuple(specs))  # frexp has two results
-        placed = [_placed(spec, row) for spec, row in zip(private.specs_in(result.output_spec), like, strict=False)]
+        placed = [_placed(spec, row) for spec, row in zip(rules.specs_in(result.output_spec), like, strict=False)]
         if result.output_spec is not None:
             one = placed[0] if isinstance(result.output_spec, private.DTensorSpec) else tuple(placed)
             result = dataclasses.replace(result, output_spec=one)
         return result
     elif name == "copy_" and len({(spec.mesh, spec.shape) for spec in specs}) == 1 and ragged[0].ndim:
-        return private.copied_across(schema)
+        return rules.copied_across(schema)
     placement = next(each for each in ragged[0].placements if isinstance(each, RaggedShard))
     whose = f"parameter '{placement.name}'" if placement.name else "a parameter"
     raise NotImplementedError(

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import repeat, starmap
+from itertools import repeat
 from operator import add, attrgetter, contains
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as 
 from torch._subclasses import fake_tensor  # tensors without memory that know their device
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as box_of  # if a dim was cut twice
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # a second cut of a dim
@@ -105,80 +105,6 @@ def storage_info(path: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(path, offset, length)
-
-
-def on_scalar_read(tell: Callable[[DTensor], None]) -> None:
-    """Call ``tell`` before ``item()``, ``float()`` or ``bool()`` reads a DTensor. Torch gives this rank's part, even of
-    a sum that the ranks have yet to add up, and has no public way to notice this."""
-
-    def read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        tell(args[0])
-        if args[0].device_mesh.get_coordinate() is None:
-            return None  # this rank has no part: torch then refuses to make a number
-        return op(local_of(args[0]))
-
-    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
-    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, read)
-
-
-def replicate_between(is_needed: Callable[[Placement, Placement], bool]) -> None:
-    """Let redistributions gather a dim of the mesh first where ``is_needed`` says so of the placements on it."""
-    from torch.distributed.tensor import _redistribute as steps
-
-    by_torch: Any = steps._gen_transform_infos_non_cached
-
-    def plan(before: DTensorSpec, after: DTensorSpec, *options: Any, **more: Any) -> list[Any]:
-        pairs = list(zip(before.placements, after.placements, strict=True))
-        if not any(starmap(is_needed, pairs)):
-            return by_torch(before, after, *options, **more)
-        between = altered_spec(before, None, [Replicate() if is_needed(*pair) else pair[0] for pair in pairs])
-        return [
-            *by_torch(before, between, *options, **more),
-            *by_torch(between, altered_spec(between, None, after.placements), *options, **more),
-        ]
-
-    steps._gen_transform_infos_non_cached = plan  # type: ignore[assignment]  # what caches the plan looks it up
-
-
-def on_propagation(answer: Callable[[Any, Callable[[Any], Any]], Any]) -> None:
-    """Ask ``answer`` for the placements of an operator's results before torch's rules, which it is given too."""
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    by_torch = propagator.propagate_op_sharding_non_cached
-
-    def propagate(schema: Any) -> Any:
-        found = answer(schema, by_torch)
-        return by_torch(schema) if found is None else found
-
-    propagator.propagate_op_sharding_non_cached = propagate
-    propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate)  # the cache before it
-
-
-def copied_across(schema: Any) -> Any:
-    """The placements of ``copy_`` for a source that is placed in another way, which is redistributed first."""
-    from torch.distributed.tensor._op_schema import OutputSharding
-
-    target, source, *others = schema.args_schema
-    args = (target, altered_spec(source, None, target.placements), *others)
-    changed = type(schema)(schema.op, args, schema.kwargs_schema, schema_info=schema.schema_info)
-    return OutputSharding(target, changed, needs_redistribute=True)
-
-
-def specs_in(arguments: Any) -> list[DTensorSpec]:
-    """The specs in the arguments of an operator, also in lists."""
-    found = pytree.tree_leaves(arguments, is_leaf=lambda each: isinstance(each, DTensorSpec))
-    return [each for each in found if isinstance(each, DTensorSpec)]
-
-
-def as_replicated(schema: Any) -> Any:
-    """The arguments of an operator as they were on a single rank."""
-
-    def whole(spec: Any) -> Any:
-        return altered_spec(spec, None, [Replicate()] * spec.mesh.ndim) if isinstance(spec, DTensorSpec) else spec
-
-    args, kwargs = pytree.tree_map(
-        whole, (schema.args_schema, schema.kwargs_schema), is_leaf=lambda each: isinstance(each, DTensorSpec)
-    )
-    return type(schema)(schema.op, args, kwargs, schema_info=schema.schema_info)
 
 
 def set_local(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec | None = None) -> None:
