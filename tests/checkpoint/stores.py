@@ -174,7 +174,8 @@ SERVERS: dict[str, tuple[str, str, dict[str, str]]] = {
         {"endpoint_url": "http://127.0.0.1:{port}", "key": "S3RVER", "secret": "S3RVER"},
     ),
     "azurite": (
-        f"{_NPM}/azurite-blob --silent --inMemoryPersistence --skipApiVersionCheck --blobPort {{port}}",
+        f"{_NPM}/azurite-blob --silent --disableTelemetry --inMemoryPersistence --skipApiVersionCheck "
+        "--blobPort {port}",
         "abfs://bucket",
         {
             "connection_string": f"DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;AccountKey={AZURE_KEY};"

@@ -289,7 +289,7 @@ def _both_save(url: str, at: int, publishes: bool) -> bool:
 def begun(url: str, data: bytes) -> remote.ObjectPartial:
     """A save that has written one object."""
     made = remote.ObjectStorage(located(url)).begin(1)
-    made._put("__0_0.distcp", bytearray(data))
+    made._put("__0_0.distcp", data)
     made.flush()
     return made
 

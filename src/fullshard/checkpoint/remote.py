@@ -22,6 +22,7 @@ reads.
 from __future__ import annotations
 
 import builtins
+import io
 import json
 import os
 import random
@@ -252,13 +253,13 @@ class ObjectPartial:
     def open(self, name: str) -> BlockWriter:
         return _ObjectWriter(self.path / name, lambda data: self._put(name, data))
 
-    def _put(self, name: str, data: bytearray) -> None:
+    def _put(self, name: str, data: bytes) -> None:
         while len(self._under_way) >= _AT_A_TIME:
             self._wait(FIRST_COMPLETED)
         put = self._put_metadata if name == METADATA else self._store.put
         self._under_way[_threads().submit(put, name, data)] = len(data)
 
-    def _put_metadata(self, name: str, data: bytearray) -> None:
+    def _put_metadata(self, name: str, data: bytes) -> None:
         """Its name is not unique to this save."""
         self._left = _WRITING
         if not self._store.create(name, data):
@@ -378,24 +379,23 @@ class _ObjectWriter(BlockWriter):
     """Collects an object in memory, and gives it away when it is closed."""
 
     def _open(self, path: Location) -> None:
-        self._data = bytearray()
+        self._data = io.BytesIO()
 
-    def __init__(self, path: Location, put: Callable[[bytearray], None]) -> None:
+    def __init__(self, path: Location, put: Callable[[bytes], None]) -> None:
         super().__init__(path)
         self._put = put
 
     def _append(self, part: memoryview) -> int:
-        self._data += part
-        return len(part)
+        return self._data.write(part)
 
     def _start_writing(self) -> None:
         pass
 
     def _finish(self) -> None:
-        self._put(self._data)
+        self._put(self._data.getvalue())  # bytes, as Azure's library takes no bytearray; it is not copied
 
     def abandon(self) -> None:
-        self._data = bytearray()
+        self._data = io.BytesIO()
 
 
 class _ObjectReader(BlockReader):

@@ -67,14 +67,14 @@ class Store:
             self._made = type(made)(*made.storage_args, **made.storage_options)
         return self._made
 
-    def put(self, name: str, data: bytes | bytearray) -> None:
+    def put(self, name: str, data: bytes) -> None:
         """Writes an object, whether there is one or not."""
         try:
             self._repeat(name, lambda path, limit: self._call("pipe_file", limit, path, data), len(data))
         except FileNotFoundError as error:
             raise self._no_bucket() from error
 
-    def create(self, name: str, data: bytes | bytearray) -> bool:
+    def create(self, name: str, data: bytes) -> bool:
         """Writes an object if there is none of this name. Returns whether it did. Of several processes that try, one
         succeeds; in stores without conditional writes, the last one."""
         is_written = False
