@@ -139,7 +139,7 @@ MUTATIONS = (
     ),
     Mutation(
         "buffer/plan.py",
-        "*starts, self.is_kept, self.section)",
+        "*starts, self.is_kept, self.section, self.part_of)",
         "*starts, self.is_kept)",
         "tests/comm/test_rounds.py::test_every_element_travels_once",
     ),

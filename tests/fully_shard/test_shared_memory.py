@@ -686,5 +686,5 @@ def test_after_a_backward_autograd_reads_nothing_that_ranks_share(world: World) 
     model = shard_mlp()
     for _ in range(2):
         model(inputs()).sum().backward()
-        versions = {leaf._version for group in groups_of(model) for leaf in group.full._leaves}
+        versions = {leaf._version for group in groups_of(model) for leaf in group.full.leaves}
         assert versions == {RELEASED}
