@@ -269,8 +269,8 @@ class _Exchange:
                     torch.mul(each, inverse, out=piece.of_full(self._fulls[piece.section]))
             elif lost:
                 scratch.sub_(decoded).mul_(inverse)
-                if not is_finite:  # an infinity is not to stay, nor what was lost beside it
-                    scratch.copy_(torch.where(scratch.isfinite().all(), scratch, 0.0))
+                if not is_finite:
+                    scratch.nan_to_num_(0.0, 0.0, 0.0)  # an infinity is not to stay for ever
                 foreach_copy(lost, [*_cut(scratch, parcel)])
         for message in ready:
             self.mail.send(owner, message)
