@@ -182,19 +182,14 @@ def fit(
         raise RuntimeError(f"this process is not a rank of a job: give fit() the number of ranks, got ranks={ranks!r}")
     if isinstance(mesh, DeviceMesh):
         raise ValueError("a DeviceMesh belongs to a job: where ranks are simulated, give its sizes, such as (2, 4)")
-    if mesh is not None:
-        are_sizes = all(type(size) is int and size > 0 for size in mesh)
-        if not are_sizes or len(mesh) not in (1, 2) or math.prod(mesh) != ranks:
-            raise ValueError(
-                f"mesh must be one or two sizes whose product is the number of ranks, {ranks}: got {mesh!r}"
-            )
-
+    if mesh is not None and (len(mesh) not in (1, 2) or math.prod(mesh) != ranks or not all(size > 0 for size in mesh)):
+        raise ValueError(f"mesh must be one or two sizes whose product is the number of ranks, {ranks}; got {mesh!r}")
     program = Snapshot()
 
     def search(ranks: int, mesh: Sequence[int] | None, mp_policy: MixedPrecisionPolicy) -> Plan:
         with _simulated(ranks, mesh) as made:
-            given = model, sample_inputs, optimizer_bytes, loss, made, mp_policy, hardware or {}, disk
-            return Search(*given, values, program).plan(size)
+            more = hardware or {}, disk, values, program
+            return Search(model, sample_inputs, optimizer_bytes, loss, made, mp_policy, *more).plan(size)
 
     others: dict[str, tuple[int, Sequence[int] | None, MixedPrecisionPolicy]] = {}
     larger = None if mesh is None else (*mesh[:-1], 2 * mesh[-1])
