@@ -225,8 +225,9 @@ def test_a_save_whose_objects_another_job_has_removed_is_not_published(
     assert loaded(url) == 1
     assert main(["checkpoint", "list", url]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:]] == ["step-00000001", "step-00000002"]
-    assert lines[3].endswith("not finished")
+    left = ["step-00000002"] if name == ".metadata" else []  # it arrived after the other job had cleaned up
+    assert [line.split()[0] for line in lines[2:]] == ["step-00000001", *left]
+    assert lines[-1].endswith("not finished") == bool(left)
 
 
 def test_leases_of_processes_that_ended_are_removed(url: str) -> None:
