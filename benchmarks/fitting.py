@@ -190,7 +190,7 @@ class Recommender(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         found = [table(features[:, at]) for at, table in enumerate(self.tables)]
-        return self.top(torch.cat(found, -1)).square().mean()  # type: ignore[no-any-return]
+        return self.top(torch.cat(found, -1)).square().mean()
 
 
 class Towers(nn.Module):
@@ -242,8 +242,8 @@ class Scored(nn.Sequential):
     """Modules whose outputs' mean square is the loss."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return getattr(y, "last_hidden_state", y).square().mean()  # type: ignore[no-any-return]
+        y = super().forward(x)  # type: ignore[no-untyped-call]
+        return getattr(y, "last_hidden_state", y).square().mean()
 
 
 def _scored(case: Case) -> Case:
@@ -268,10 +268,10 @@ def _clip(is_small: bool) -> nn.Module:
     return CLIPModel(CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 64, "patch_size": 8}))
 
 
-_GPT = {"n_embd": (64, 384), "n_layer": (2, 6), "n_head": 4}
+_GPT: dict[str, Any] = {"n_embd": (64, 384), "n_layer": (2, 6), "n_head": 4}
 _SIZES: dict[str, Any] = {"hidden_size": (64, 320), "intermediate_size": (128, 960), "num_hidden_layers": (2, 5)}
 _SIZES["num_attention_heads"] = 4
-_VOCABULARY = {**_SIZES, "vocab_size": 1024}
+_VOCABULARY: dict[str, Any] = {**_SIZES, "vocab_size": 1024}
 _text, _image = partial(_tokens, 4), partial(_pixels, 8, 64)
 #: Models on which nothing was tuned.
 UNTUNED: dict[str, Case] = {

@@ -424,8 +424,8 @@ class _ObjectReader(BlockReader):
     def _read_ahead(self) -> None:
         while self._ranges and len(self.ahead) < _AT_A_TIME:
             start, end = self._ranges.popleft()
-            part = (start, end) if end - start < self.size else ()  # ranges cost some servers a copy
-            get = _threads().submit(partial(self._store.get, self._name, *part, nbytes=end - start))
+            from_, to = (start, end) if end - start < self.size else (None, None)  # ranges cost some servers a copy
+            get = _threads().submit(partial(self._store.get, self._name, from_, to, end - start))
             self.ahead.append((start, end, get))
 
     def _fill(self, block: memoryview, start: int) -> int:

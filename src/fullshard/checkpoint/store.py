@@ -55,6 +55,7 @@ class Store:
 
     def __init__(self, root: Any) -> None:
         self._made, self._root, self._url = root.fs, root.path.rstrip("/"), str(root).rstrip("/")
+        self._process = os.getpid()
         protocol = self._made.protocol
         protocols = {protocol} if isinstance(protocol, str) else {*protocol}
         self.is_web = not protocols.isdisjoint({"http", "https"})
@@ -63,8 +64,8 @@ class Store:
     @property
     def _fs(self) -> Any:
         made = self._made
-        if made.async_impl and made._pid != os.getpid():  # a forked process lacks the thread that sends its requests
-            self._made = type(made)(*made.storage_args, **made.storage_options)
+        if made.async_impl and self._process != os.getpid():  # it lacks the thread that sends its parent's requests
+            self._made, self._process = type(made)(*made.storage_args, **made.storage_options), os.getpid()
         return self._made
 
     def put(self, name: str, data: bytes) -> None:

@@ -33,6 +33,7 @@ from fullshard.schedule.unit import Inputs, Unit, units_in
 from fullshard.torch_private import (
     READS_VALUES,
     DispatchMode,
+    operator_named,
     plain_parts,
     pytree,
     storage_id,
@@ -43,7 +44,7 @@ Pass = Literal["forward", "backward"]
 #: last in this pass. -1 is none; the root has none if its parameters are all in other groups.
 Moment = tuple[Pass, int, int]
 _NOT_COUNTED = -1
-_GROUPED_MM = torch.ops.aten._grouped_mm.default
+_GROUPED_MM = operator_named("_grouped_mm").default
 _RECURRENT = torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten.mkldnn_rnn_layer_backward
 _KEPT_BY_RECURRENT = 7  # times the output
 _CONVOLUTIONS = torch.ops.aten.convolution, torch.ops.aten.convolution_backward

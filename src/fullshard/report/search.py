@@ -197,9 +197,9 @@ def fit(
     if mp_policy.param_dtype is None:
         others["computed in bfloat16"] = ranks, mesh, replace(mp_policy, param_dtype=torch.bfloat16)
     notes = []
-    for what, given in others.items():
+    for what, options in others.items():
         try:
-            found = search(*given)
+            found = search(*options)
         except DoesNotFitError as error:
             notes.append(f"{what}: needs at least {bytes_text(error.smallest)}")
         else:

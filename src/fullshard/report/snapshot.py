@@ -140,7 +140,7 @@ def _is_foreign(cls: type) -> bool:
 
 def _is_skipped(value: Any) -> bool:
     """Whether the walk does not enter a value: it belongs to what is not the users', or refers to nothing."""
-    cls: type = type(value)
+    cls: Any = type(value)
     if not gc.is_tracked(value) and cls is not dict:  # an empty dict is not tracked
         return True
     if issubclass(cls, ModuleType):

@@ -140,7 +140,7 @@ def own_inputs(output: Any, tensors: Sequence[torch.Tensor], aliases: Sequence[t
 
     def replaced(each: torch.Tensor) -> torch.Tensor:
         fixed: Any = _Fixed.apply if id(base_of(each)) in own else lambda tensor: tensor
-        return own[id(each)] if id(each) in own else fixed(each)  # type: ignore[no-any-return]
+        return own[id(each)] if id(each) in own else fixed(each)
 
     return tree.map_tensors(replaced, output)
 
