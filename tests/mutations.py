@@ -520,8 +520,8 @@ MUTATIONS = (
     ),
     Mutation(
         "group/full_buffer.py",
-        "            self._complete()\n            self._post_forward",
-        "            self._post_forward",
+        "            self._complete()\n            if self.versions_set",
+        "            if self.versions_set",
         "tests/simulated/test_training.py::test_every_way_to_train",
     ),
     Mutation(
