@@ -24,8 +24,7 @@ import torch.utils._pytree as pytree  # torch.utils.pytree is not in every relea
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms  # for plain tensors
-from torch._subclasses import fake_tensor  # tensors without memory that know their device
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # tensors without memory that know their device
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
@@ -49,25 +48,6 @@ __all__ = [
     "pytree",
     "symm_mem",
 ]
-
-
-#: Errors of fake tensors: an operation reads their values.
-READS_VALUES = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
-
-
-class ValuedFakeTensorMode(FakeTensorMode):
-    """Fake tensors of which some have values: those that :func:`give_values` gave some, and what is made of these."""
-
-    def may_turn_const(self, t: torch.Tensor) -> bool:
-        """Whether a result of tensors with values has values too. Torch would keep them for single numbers alone."""
-        return t.numel() <= 2**16 and not (t.is_sparse or t.is_meta or isinstance(t, FakeTensor))
-
-
-def give_values(fake: torch.Tensor, mode: FakeTensorMode, values: torch.Tensor) -> None:
-    """Give a fake tensor values."""
-    assert isinstance(fake, FakeTensor)
-    fake.constant = values.detach().clone()
-    mode.fake_tensor_converter.add_constant_storage_mapping(fake)
 
 
 def sharding_spec(

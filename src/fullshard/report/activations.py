@@ -25,15 +25,13 @@ import torch
 from torch import nn
 
 from fullshard import tree
-from fullshard.report.fakes import Fakes, fake_parameters, restored
+from fullshard.report.fakes import READS_VALUES, Fakes, fake_parameters, restored
 from fullshard.report.snapshot import Snapshot, holder_of
 from fullshard.report.text import bytes_text, counted, quantity_text
 from fullshard.report.values import UnknownValueError, Values, answer
 from fullshard.schedule.unit import Inputs, Unit, units_in
 from fullshard.torch_private import (
-    READS_VALUES,
     DispatchMode,
-    operator_named,
     plain_parts,
     pytree,
     storage_id,
@@ -44,7 +42,7 @@ Pass = Literal["forward", "backward"]
 #: last in this pass. -1 is none; the root has none if its parameters are all in other groups.
 Moment = tuple[Pass, int, int]
 _NOT_COUNTED = -1
-_GROUPED_MM = operator_named("_grouped_mm").default
+(_GROUPED_MM,) = (getattr(torch.ops.aten, name).default for name in ("_grouped_mm",))
 _RECURRENT = torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten.mkldnn_rnn_layer_backward
 _KEPT_BY_RECURRENT = 7  # times the output
 _CONVOLUTIONS = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
@@ -293,7 +291,7 @@ class _Step(DispatchMode):
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._fakes.note(tensor)
-                if tensor.device.type == self._device:
+                if tensor.device.type == self._device and getattr(tensor, "constant", None) is None:
                     self._count(tensor)
         if self._device == "cpu":
             self._count_copies(operator, args)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,10 +23,28 @@ from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
 from fullshard.group.parameter import ShardedParameter
 from fullshard.schedule.unit import units_in
-from fullshard.torch_private import FakeTensor, ValuedFakeTensorMode, give_values
+from fullshard.torch_private import FakeTensor, FakeTensorMode
 
+_errors: Any = sys.modules[FakeTensorMode.__module__]
+#: Errors of fake tensors: an operation reads their values.
+READS_VALUES = _errors.DataDependentOutputException, _errors.DynamicOutputShapeException
 #: Tensors of integers in a batch keep their values up to so many elements.
 _WITH_VALUES = 2**16
+
+
+class ValuedFakeTensorMode(FakeTensorMode):
+    """Fake tensors of which some have values: those that :func:`give_values` gave some, and what is made of these."""
+
+    def may_turn_const(self, t: torch.Tensor) -> bool:
+        """Whether a result of tensors with values has values too. Torch would keep them for single numbers alone."""
+        return t.numel() <= 2**16 and not (t.is_sparse or t.is_meta or isinstance(t, FakeTensor))
+
+
+def give_values(fake: torch.Tensor, mode: FakeTensorMode, values: torch.Tensor) -> None:
+    """Give a fake tensor values."""
+    assert isinstance(fake, FakeTensor)
+    fake.constant = values.detach().clone()
+    mode.fake_tensor_converter.add_constant_storage_mapping(fake)
 
 
 class Fakes:
