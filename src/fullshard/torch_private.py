@@ -221,8 +221,6 @@ def whole_of_sharded_tensor(tensor: Any) -> torch.Tensor:
     return whole
 
 
-#: An operator by its name, which of some begins with an underscore.
-operator_named: Callable[[str], Any] = partial(getattr, torch.ops.aten)
 schema_of: Callable[[Any], Any] = attrgetter("_schema")  # what an operator says of its arguments
 #: The tensor of which this one is a view. Without it a hook on a view would be lost to an operation in place.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")

@@ -190,10 +190,10 @@ class Unit:
             marks.follow_writes(inputs, aliases)
         gathered = {*map(attrgetter("full.buffer.storage_id"), self.needed)}
         found = tree.reachable_tensors(output)
-        if aliases and not {*map(id, aliases)}.isdisjoint(map(id, (*found, *map(base_of, found)))):
+        if aliases and {*map(id, aliases)} & {*map(id, found), *map(id, map(base_of, found))}:
             output = marks.own_inputs(output, inputs, aliases)
             found = tree.reachable_tensors(output)
-        if not gathered.isdisjoint(map(storage_id, found)):  # another group is about to get their memory
+        if gathered & {*map(storage_id, found)}:  # another group is about to get their memory
             output = tree.replace_reachable(lambda each: each.clone() if storage_id(each) in gathered else each, output)
             found = tree.reachable_tensors(output)
         if self.mp_policy.output_dtype is not None:
