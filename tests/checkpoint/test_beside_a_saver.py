@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fullshard import checkpoint
-from fullshard.checkpoint import reader
+from fullshard.checkpoint.local import LocalStorage
 from fullshard.cli import main
 from tests.checkpoint.test_faults import Filled, assert_holds, filled
 from tests.harness import World, ranks
@@ -86,17 +86,17 @@ def test_beside_a_saver_nothing_is_missed_and_nothing_whole_is_called_broken(
 @contextmanager
 def listed_too_early(saves: Callable[[], Any]) -> Iterator[None]:
     """What the next listing says is old when it is used: ``saves`` is called after it."""
-    list_now, done = reader.list_checkpoints, list[int]()
+    list_now, done = LocalStorage.list, list[int]()
 
-    def early(directory: Path) -> list[Path]:
-        found = list_now(directory)
+    def early(storage: LocalStorage) -> list[Path]:
+        found = list_now(storage)
         if not done:
             done.append(1)
             saves()
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "list_checkpoints", early)
+        patch.setattr(LocalStorage, "list", early)
         yield
 
 

@@ -69,8 +69,9 @@ class ObjectStorage:
         return [*self.newest_first()]
 
     def newest_first(self, step: int | None = None) -> Iterator[Location]:
-        if number_of(self.directory.name):
-            yield from self._those([self.directory])
+        if number_of(name := self.directory.name):
+            if step is None or _number(name)[0] == step:
+                yield from self._those([self.directory])
             return
         noted = _threads().submit(self._store.get, _NEWEST)
         names = self._steps(self._store.list(), noted.result())
