@@ -131,10 +131,10 @@ def _tell_if_nothing_is_sharded() -> None:
     stepped, sharded = list[str](), list[bool]()
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        stepped.append(type(optimizer).__name__)
-        hook.remove()
+        if not stepped:  # torch iterates over these hooks, so that it cannot be removed here
+            stepped.append(type(optimizer).__name__)
 
-    hook = register_optimizer_step_pre_hook(note)
+    register_optimizer_step_pre_hook(note)
     when_sharded(lambda unit: sharded.append(True))
 
     def tell() -> None:
