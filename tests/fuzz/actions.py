@@ -587,6 +587,6 @@ ACTIONS = {
     kind.__name__: kind
     for kind in (
         Train, Evaluate, Write, Summon, Freeze, LearningRate, SwapOptimizer, Raise, Unshard, FreeBuffers, Set, Touch,
-        Copy, Average, Functional, Rewind, Resume,
+        Copy, Average, Functional, Rewind, Resume, SkipStep,
     )
 }  # fmt: skip
