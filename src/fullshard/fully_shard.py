@@ -345,6 +345,9 @@ def fully_shard_blocks(model: nn.Module, **options: Unpack[ShardOptions]) -> Sha
     Args:
         model: the model, which is returned.
 
+    Raises:
+        TypeError: ``auto_wrap_policy`` is given.
+
     Ranks: all alike.
     """
     if "auto_wrap_policy" in options:

@@ -363,7 +363,7 @@ class FSDPModule:
         return tree_schedule(self).log.add_observer(observer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Like ``nn.Module.zero_grad()``, also of sharded parameters while the module shows unsharded ones."""
+        """Like ``nn.Module.zero_grad()`` with ``set_to_none``, also where the module shows unsharded parameters."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for param in (param.sharded for group in groups_in(self, recurse=True) for param in group.params):
             param.grad = None if set_to_none or param.grad is None else param.grad.zero_()
