@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from fullshard.report.fakes import Fakes
-from fullshard.torch_private import FakeTensor
 
 
 def test_one_fake_stands_for_one_tensor_and_is_known_while_it_lives() -> None:
@@ -18,11 +17,3 @@ def test_one_fake_stands_for_one_tensor_and_is_known_while_it_lives() -> None:
     fakes.made.clear()
     del fake
     assert fakes.left() is None
-
-
-def test_integers_of_a_batch_have_values() -> None:
-    fakes = Fakes(torch.device("cpu"))
-    with fakes.mode:
-        lengths = fakes.of_batch(torch.tensor([2, 3]))
-        assert isinstance(lengths, FakeTensor)
-        assert (lengths.cumsum(0) + 1).tolist() == [3, 6]

@@ -150,7 +150,7 @@ def trace_step(
 
 def _traced(model: nn.Module, batch: Any, loss: Loss | None, values: Values | None, fakes: Fakes) -> Activations:
     step = _Step(units_in(model), fakes, values)
-    given = tree.map_tensors(fakes.of_batch, batch)
+    given = tree.map_tensors(fakes.like, batch)
     with fake_parameters(model, fakes), _fake_units(units_in(model), step):
         step.ignore(fake for _, fake in fakes.made.values())
         try:
@@ -291,7 +291,7 @@ class _Step(DispatchMode):
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._fakes.note(tensor)
-                if tensor.device.type == self._device and getattr(tensor, "constant", None) is None:
+                if tensor.device.type == self._device:
                     self._count(tensor)
         if self._device == "cpu":
             self._count_copies(operator, args)

@@ -28,23 +28,6 @@ from fullshard.torch_private import FakeTensor, FakeTensorMode
 _errors: Any = sys.modules[FakeTensorMode.__module__]
 #: Errors of fake tensors: an operation reads their values.
 READS_VALUES = _errors.DataDependentOutputException, _errors.DynamicOutputShapeException
-#: Tensors of integers in a batch keep their values up to so many elements.
-_WITH_VALUES = 2**16
-
-
-class ValuedFakeTensorMode(FakeTensorMode):
-    """Fake tensors of which some have values: those that :func:`give_values` gave some, and what is made of these."""
-
-    def may_turn_const(self, t: torch.Tensor) -> bool:
-        """Whether a result of tensors with values has values too. Torch would keep them for single numbers alone."""
-        return t.numel() <= 2**16 and not (t.is_sparse or t.is_meta or isinstance(t, FakeTensor))
-
-
-def give_values(fake: torch.Tensor, mode: FakeTensorMode, values: torch.Tensor) -> None:
-    """Give a fake tensor values."""
-    assert isinstance(fake, FakeTensor)
-    fake.constant = values.detach().clone()
-    mode.fake_tensor_converter.add_constant_storage_mapping(fake)
 
 
 class Fakes:
@@ -55,7 +38,7 @@ class Fakes:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.mode = ValuedFakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.made: dict[int, tuple[object, torch.Tensor]] = {}
         self._device = device
         self._alive: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -70,14 +53,6 @@ class Fakes:
             return fake.requires_grad_(tensor.requires_grad)
 
         fake: torch.Tensor = self._made(tensor, make)
-        return fake
-
-    def of_batch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake of a tensor of the batch. Small ones of integers, such as lengths and masks, keep their values."""
-        fake = self.like(tensor)
-        is_index = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
-        if is_index and type(tensor) is torch.Tensor and tensor.numel() <= _WITH_VALUES:
-            give_values(fake, self.mode, tensor)
         return fake
 
     def whole(self, group: GroupContext, param: ShardedParameter) -> nn.Parameter:
