@@ -52,22 +52,3 @@ def test_a_value_that_is_read_may_be_given(read: Any) -> None:
     size = 8 if read is selected else 1
     few, many = (traced(read, {where: size * count}).kept for count in (2, 60))
     assert traced(read, size * 2).kept == few < many
-
-
-class Routed(nn.Module):
-    """What it does depends on integers of the batch, and on shapes that torch knows of bf16 alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.head = nn.Parameter(torch.empty(2, 16, 16)), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        assert lengths.max() < 32
-        y = torch._grouped_mm(x, self.weight, offs=lengths.cumsum(0, dtype=torch.int32))
-        scores = self.head(y[lengths[0] :, None]).log_softmax(-1)
-        return nn.functional.ctc_loss(scores, torch.ones(1, 2, dtype=torch.long), lengths[1:], lengths[1:] * 0 + 2)
-
-
-def test_integers_of_a_batch_are_known() -> None:
-    batch = torch.empty(32, 16), torch.tensor([12, 20])
-    assert explain(Routed, ranks=2, batch=batch).activations.kept > 0  # type: ignore[union-attr]
