@@ -117,7 +117,7 @@ def trace_step(
     Args:
         model: the sharded model, which may be on meta.
         batch: the input of one rank: a tensor, a tuple of positional arguments, or a dict of keyword arguments. Its
-            tensors may be on meta: only shapes and dtypes matter, and the values of small tensors of integers.
+            tensors may be on meta: only shapes and dtypes matter.
         loss: runs the model on the batch and returns the loss. Without it, backward begins at the scalars that forward
             returns, or else at all its outputs.
         values: what forward gets where it reads values of tensors.

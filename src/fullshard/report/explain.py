@@ -265,7 +265,7 @@ def explain(
             which keeps two moments in the dtype of the parameter: 8 for fp32.
         batch: an example of what one rank's forward gets: a tensor, a tuple of positional arguments, or a dict of
             keyword arguments. Forward and backward then run on tensors that have no memory, to count activations and
-            FLOPs. Only the batch's shapes and dtypes matter, and values of small tensors of integers. The model stays
+            FLOPs. Only the batch's shapes and dtypes matter. The model stays
             as it is.
         loss: a function of the model and the batch that runs the model and returns the loss, if forward does not return
             the loss itself.

@@ -132,7 +132,7 @@ def fit(
     Args:
         model: the model, on the CPU or on meta, not sharded yet.
         sample_inputs: an example of what one rank's forward gets: a tensor, a tuple of positional arguments, or a dict
-            of keyword arguments. Only shapes and dtypes matter, and values of small tensors of integers.
+            of keyword arguments. Only shapes and dtypes matter.
         memory: what a rank may use, in bytes or as ``"6 GiB"``. On an accelerator: memory of the device. On the CPU:
             what the process takes beside what the interpreter and its libraries need; where ranks share memory, with
             this rank's share of the shared segments, which is their size divided by the ranks.
