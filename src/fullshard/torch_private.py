@@ -24,7 +24,12 @@ import torch.utils._pytree as pytree  # torch.utils.pytree is not in every relea
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms  # for plain tensors
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # tensors without memory that know their device
+from torch._subclasses.fake_tensor import (  # tensors without memory that know their device, and what reads values
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
@@ -221,6 +226,14 @@ def whole_of_sharded_tensor(tensor: Any) -> torch.Tensor:
     return whole
 
 
+#: Errors of fake tensors: an operator reads their values.
+READS_VALUES = DataDependentOutputException, DynamicOutputShapeException
+#: Operators that have no public name: they read one number, compute a CTC loss, and multiply groups of rows.
+read_number, ctc_loss, grouped_product = (
+    torch.ops.aten._local_scalar_dense,
+    torch.ops.aten._ctc_loss,
+    torch.ops.aten._grouped_mm.default,
+)
 schema_of: Callable[[Any], Any] = attrgetter("_schema")  # what an operator says of its arguments
 #: The tensor of which this one is a view. Without it a hook on a view would be lost to an operation in place.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")

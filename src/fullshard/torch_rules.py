@@ -9,12 +9,11 @@ from collections.abc import Callable
 from itertools import starmap
 from typing import Any
 
-import torch
 import torch.utils._pytree as pytree  # a list of specs is one argument
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec  # what operators are told of a DTensor
 
-from fullshard.torch_private import altered_spec, local_of
+from fullshard.torch_private import altered_spec, local_of, read_number
 
 
 def on_scalar_read(tell: Callable[[DTensor], None]) -> None:
@@ -28,7 +27,7 @@ def on_scalar_read(tell: Callable[[DTensor], None]) -> None:
         return op(local_of(args[0]))
 
     handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
-    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, read)
+    handlers.setdefault(read_number.default, read)
 
 
 def replicate_between(is_needed: Callable[[Placement, Placement], bool]) -> None:

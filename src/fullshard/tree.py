@@ -9,7 +9,7 @@ are returned as they are, the same objects. These containers are searched::
     registered with pytree                     rebuilt by its registered functions, which have the last word
     PackedSequence                             rebuilt by its constructor; ``batch_sizes``, always on the CPU, is kept
 
-Everything else is a leaf, including sets and modules. :func:`reachable_tensors` searches further, but replaces nothing.
+Everything else is a leaf, including sets and modules. :func:`reachable_tensors` searches further.
 
 A function that is called with a list may append to it, and its caller reads the list afterwards. So what a forward
 takes is not rebuilt: :func:`replace_tensors` writes to the caller's containers, and :class:`Replacements` undoes it
@@ -71,7 +71,7 @@ Replaced = tuple[Callable[[Any, Any], Any], Callable[[Any, Any, Any], None], Any
 def replace_tensors(fn: Callable[[Tensor], Tensor], tree: T, replaced: list[Replaced]) -> T:
     """Like :func:`map_tensors`, but lists, dicts, dataclasses and other mutable containers stay the same objects: they
     are written to, and ``replaced`` says what was there. Tuples are rebuilt."""
-    if isinstance(tree, Tensor) or _flat_tensors(tree) is not None:
+    if isinstance(tree, Tensor) or _flat_tensors(tree) is not None or (type(tree) is dict and not tree):
         return map_tensors(fn, tree)
     return cast(T, _InPlace(fn, replaced).visit(tree))
 
@@ -129,7 +129,7 @@ def tensors(tree: object) -> list[Tensor]:
 
 
 def reachable_tensors(tree: object) -> list[Tensor]:
-    """The tensors in ``tree``, including those in sets and in attributes of plain objects, which cannot be replaced.
+    """The tensors in ``tree``, including those in sets and in attributes of plain objects.
     Modules, functions and classes are skipped. The search ends after :data:`_MOST_OBJECTS` objects, because a result
     may refer to the whole program."""
     flat = (tree,) if isinstance(tree, Tensor) else _flat_tensors(tree)

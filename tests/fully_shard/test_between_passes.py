@@ -139,6 +139,15 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
     return model
 
 
+def compare(transport: str, options: dict[str, Any], do: Callable[[Program], None]) -> None:
+    """The same on a sharded model and on the unsharded one, which are equal afterwards."""
+    with environment(FULLSHARD_TRANSPORT=transport):
+        program, reference = Program(shard(seeded(MLP), **options)), Program(seeded(MLP))
+        for each in (program, reference):
+            do(each)
+        check(program, reference)
+
+
 OPTIONS = pytest.mark.parametrize(
     "options", [{}, {"reshard_after_forward": False}, {"zero_stage": 1}, {"zero_stage": 0}], ids=str
 )
@@ -152,11 +161,7 @@ OPTIONS = pytest.mark.parametrize(
 def test_what_is_done_after_an_evaluation_lasts(
     world: World, transport: str, options: dict[str, Any], evaluate: Any, act: Any
 ) -> None:
-    with environment(FULLSHARD_TRANSPORT=transport):
-        program, reference = Program(shard(seeded(MLP), **options)), Program(seeded(MLP))
-        for each in (program, reference):
-            run(each, evaluate, act)
-        check(program, reference)
+    compare(transport, options, lambda program: run(program, evaluate, act))
 
 
 @ranks(2)
@@ -167,11 +172,7 @@ def test_what_is_done_to_whole_parameters_lasts(
     world: World, transport: str, options: dict[str, Any], act: Any
 ) -> None:
     """After a forward with gradients modules show whole parameters, as a backward may follow."""
-    with environment(FULLSHARD_TRANSPORT=transport):
-        program, reference = Program(shard(seeded(MLP), **options)), Program(seeded(MLP))
-        for each in (program, reference):
-            run(each, with_gradients, act)
-        check(program, reference)
+    compare(transport, options, lambda program: run(program, with_gradients, act))
 
 
 @ranks(2)
@@ -180,19 +181,18 @@ def test_what_is_done_to_whole_parameters_lasts(
 def test_what_is_done_between_a_forward_and_its_backward_lasts(
     world: World, transport: str, options: dict[str, Any]
 ) -> None:
-    with environment(FULLSHARD_TRANSPORT=transport):
-        program, reference = Program(shard(seeded(MLP), **options)), Program(seeded(MLP))
-        for each in (program, reference):
-            for step in range(2):
-                loss = each.model(inputs(step)).square().mean()
-                with torch.no_grad():
-                    module: Any = each.model.get_submodule("blocks.3.0")
-                    module.bias.mul_(0.5)  # autograd saved nothing of it
-                    module.bias.requires_grad_(step == 1)
-                loss.backward()
-                each.optimizer.step()
-                each.optimizer.zero_grad()
-        check(program, reference)
+    def steps(program: Program) -> None:
+        for step in range(2):
+            loss = program.model(inputs(step)).square().mean()
+            with torch.no_grad():
+                module: Any = program.model.get_submodule("blocks.3.0")
+                module.bias.mul_(0.5)  # autograd saved nothing of it
+                module.bias.requires_grad_(step == 1)
+            loss.backward()
+            program.optimizer.step()
+            program.optimizer.zero_grad()
+
+    compare(transport, options, steps)
 
 
 @ranks(2)

@@ -554,7 +554,8 @@ def test_a_late_replica_is_waited_for_at_the_meeting(world: World) -> None:
             step(model, optimizer, batch_of(world.rank, number))
             if number == 2:  # the exchange has begun
                 assert time.monotonic() - began < 0.7
-                waits.clear()  # what it posted
+                assert [describe(wait) for wait in waits] == ["the meeting of replicas"]  # what it posted
+                waits.clear()
     assert world.rank or time.monotonic() - began > 0.7
     assert [(describe(wait), dist.get_process_group_ranks(wait.process_group)) for wait in waits] == [
         ("the meeting of replicas", [0, 1])

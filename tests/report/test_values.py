@@ -52,3 +52,21 @@ def test_a_value_that_is_read_may_be_given(read: Any) -> None:
     size = 8 if read is selected else 1
     few, many = (traced(read, {where: size * count}).kept for count in (2, 60))
     assert traced(read, size * 2).kept == few < many
+
+
+class Routed(nn.Module):
+    """Two operators of which torch knows results only from values, or shapes only in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.empty(2, 16, 16)), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        y = torch._grouped_mm(x, self.weight, offs=lengths.cumsum(0, dtype=torch.int32))
+        scores = self.head(y[12:, None]).log_softmax(-1)
+        return nn.functional.ctc_loss(scores, torch.ones(1, 2, dtype=torch.long), lengths[1:], lengths[1:] * 0 + 2)
+
+
+def test_operators_whose_results_have_no_values_are_known() -> None:
+    batch = torch.empty(32, 16), torch.tensor([12, 20])
+    assert explain(Routed, ranks=2, batch=batch).activations.kept > 0  # type: ignore[union-attr]

@@ -185,6 +185,7 @@ class ModuleParameters:
         if self.left is None:
             return
         left, self.left = self.left, list(map(_version_and_address, self.unsharded))
+        moved = list[tuple[int, Any]]()
         self._agree_on_training()
         for index, (param, before, after) in enumerate(zip(self._group.params, left, self.left, strict=True)):
             if before == after:
@@ -208,7 +209,10 @@ class ModuleParameters:
             chunk.copy_(part)
             self._group.writes += 1
             if before[1] != after[1]:
-                set_data(local_tensor(leaf), wholes()[index])
+                moved.append((index, leaf))
+        memory = wholes() if moved else {}
+        for index, leaf in moved:
+            set_data(local_tensor(leaf), memory[index])
 
     def _agree_on_training(self) -> None:
         """Let sharded and unsharded parameters require gradients alike. Users may have changed either."""

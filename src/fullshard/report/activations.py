@@ -25,13 +25,15 @@ import torch
 from torch import nn
 
 from fullshard import tree
-from fullshard.report.fakes import READS_VALUES, Fakes, fake_parameters, restored
+from fullshard.report.fakes import Fakes, fake_parameters, restored
 from fullshard.report.snapshot import Snapshot, holder_of
 from fullshard.report.text import bytes_text, counted, quantity_text
 from fullshard.report.values import UnknownValueError, Values, answer
 from fullshard.schedule.unit import Inputs, Unit, units_in
 from fullshard.torch_private import (
+    READS_VALUES,
     DispatchMode,
+    grouped_product,
     plain_parts,
     pytree,
     storage_id,
@@ -42,7 +44,6 @@ Pass = Literal["forward", "backward"]
 #: last in this pass. -1 is none; the root has none if its parameters are all in other groups.
 Moment = tuple[Pass, int, int]
 _NOT_COUNTED = -1
-(_GROUPED_MM,) = (getattr(torch.ops.aten, name).default for name in ("_grouped_mm",))
 _RECURRENT = torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten.mkldnn_rnn_layer_backward
 _KEPT_BY_RECURRENT = 7  # times the output
 _CONVOLUTIONS = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
@@ -197,7 +198,7 @@ def _starts(output: object) -> list[torch.Tensor]:
 
 def _lowered(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of an operation. Torch's shapes of a grouped product on the CPU are for bf16 alone."""
-    if func is not _GROUPED_MM:
+    if func is not grouped_product:
         return args
     return *(each.to(torch.bfloat16) for each in args[:2]), *args[2:]
 
@@ -279,7 +280,7 @@ class _Step(DispatchMode):
             result = func(*_lowered(func, args), **(kwargs or {}))
         except READS_VALUES:
             result = answer(func, args, self._values)
-        if func is _GROUPED_MM:
+        if func is grouped_product:
             result = result.to(args[0].dtype)
         operator = getattr(func, "overloadpacket", func)
         if operator is _RECURRENT[0]:  # gates and states of all steps, whose size fake tensors do not have

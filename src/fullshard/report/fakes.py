@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,10 +23,6 @@ from fullshard.group.owners import owner_of
 from fullshard.group.parameter import ShardedParameter
 from fullshard.schedule.unit import units_in
 from fullshard.torch_private import FakeTensor, FakeTensorMode
-
-_errors: Any = sys.modules[FakeTensorMode.__module__]
-#: Errors of fake tensors: an operation reads their values.
-READS_VALUES = _errors.DataDependentOutputException, _errors.DynamicOutputShapeException
 
 
 class Fakes:

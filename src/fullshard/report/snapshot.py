@@ -255,7 +255,7 @@ def _reached(values: Iterable[Any], passed: Collection[int]) -> Iterator[Any]:
 
 
 def holder_of(tensor: torch.Tensor) -> str:
-    """Who holds a tensor, in words: the nearest holder that has a name."""
+    """Returns the name of a tensor's nearest holder that has one."""
     names = {id(vars(module)): name for name, module in [*sys.modules.items()] if isinstance(module, ModuleType)}
     waiting: list[Any] = [tensor]
     seen = {id(tensor), id(waiting), id(sys._getframe())}

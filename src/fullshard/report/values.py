@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
+from fullshard.torch_private import ctc_loss, read_number
+
 #: What a forward gets where it reads a value: one number, or numbers by line, such as ``{"model.py:31": 4}``.
 Values = float | Mapping[str, float]
 _LIBRARIES = tuple(str(Path(each).parent) for each in (torch.__file__, Path(__file__).parent))
 _PYTHON = sysconfig.get_path("stdlib")
 _aten: Any = torch.ops.aten
-_SCALAR, _CTC = (getattr(_aten, name) for name in ("_local_scalar_dense", "_ctc_loss"))
 
 
 class UnknownValueError(RuntimeError):
@@ -28,7 +29,7 @@ class UnknownValueError(RuntimeError):
 def answer(func: Any, args: tuple[Any, ...], values: Values | None) -> Any:
     """The result of an operation that reads values, made from the value that the user gave for this line."""
     operator = getattr(func, "overloadpacket", func)
-    if operator is _CTC:
+    if operator is ctc_loss:
         return _ctc_loss(*args[:2])
     if operator not in _ANSWERS:
         raise UnknownValueError(f"{func} makes as many elements as values say, at {_line()}")
@@ -73,7 +74,7 @@ def _index(func: Any, args: tuple[Any, ...], value: float) -> Any:
 
 
 _ANSWERS: dict[Any, Any] = {
-    _SCALAR: _number,
+    read_number: _number,
     _aten.nonzero: lambda func, args, value: args[0].new_empty((int(value), args[0].ndim), dtype=torch.long),
     _aten.masked_select: lambda func, args, value: args[0].new_empty(int(value)),
     _aten.index: _index,

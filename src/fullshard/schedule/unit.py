@@ -261,7 +261,8 @@ class Unit:
         dtype = self.mp_policy.param_dtype
         if dtype is None or not self.casts_inputs:
             return args, kwargs
-        return tree.cast_floating((args, kwargs), dtype, self._replaced.of(module))
+        replaced = self._replaced.of(module)
+        return tree.cast_floating(args, dtype, replaced), tree.cast_floating(kwargs, dtype, replaced)
 
     def _mark_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Put :class:`EndOfBackward` on the inputs that require gradients; under a transform, on all that may."""
