@@ -12,6 +12,7 @@ their save has failed and the next one has been written, and a host may sleep wh
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import signal
@@ -68,18 +69,22 @@ def main() -> int:
     return int(wrong > 0)
 
 
+def _at_request(number: int, act: Callable[[], object]) -> Callable[[str, str], None]:
+    """A hook that acts when the request with this number begins."""
+    numbers = itertools.count(1)
+
+    def begin(kind: str, path: str) -> None:
+        if next(numbers) == number:
+            act()
+
+    return begin
+
+
 def _killed(url: str, rng: random.Random) -> str:
     at, keep = rng.randrange(1, 80), rng.choice([None, 1, 2])
-    count = 0
-
-    def kill(kind: str, path: str) -> None:
-        nonlocal count
-        count += 1
-        if count == at:
-            os.kill(os.getpid(), signal.SIGKILL)
 
     def save() -> None:
-        HOOKS.append(kill)
+        HOOKS.append(_at_request(at, lambda: os.kill(os.getpid(), signal.SIGKILL)))
         with faults(**_probabilities(rng)):
             saved(url, 3, keep_last=keep)
 
@@ -124,16 +129,9 @@ def _late(url: str, rng: random.Random) -> str:
 def _slept(url: str, rng: random.Random) -> str:
     """A save during which the host sleeps, while another host takes over and saves the same step."""
     at, keep = rng.randrange(1, 60), rng.choice([None, 1, 2])
-    count = 0
-
-    def sleep(kind: str, path: str) -> None:
-        nonlocal count
-        count += 1
-        if count == at:
-            other_saves(url, 3, seed=33, keep_last=keep)
 
     def save() -> None:
-        HOOKS.append(sleep)
+        HOOKS.append(_at_request(at, lambda: other_saves(url, 3, seed=33, keep_last=keep)))
         with faults(lost_answer=rng.choice([0.0, 0.1])):  # late listings would hide the lease of the first one
             saved(url, 3)
 
