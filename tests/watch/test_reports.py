@@ -63,9 +63,9 @@ def test_a_report_of_another_version_is_read_as_far_as_it_is_known(watcher: Watc
         assert 2 not in watcher._reports.read([2])
 
 
-def test_the_last_report_of_a_killed_rank_is_said_to_be_old(watcher: Watch) -> None:
-    """It tells where it is once a second, in which it may have trained some steps."""
+def test_the_age_of_a_killed_rank_s_last_report_is_told(watcher: Watch) -> None:
+    """The rank may have trained many steps since then, or have been stopped for long."""
     process = subprocess.Popen(["true"])
     process.wait()
-    lost = watcher._lost([Report(1, process.pid, host_id(), doing="in the forward of step 2")]) or ""
-    assert lost.endswith("it was last seen in the forward of step 2, up to 1 s before")
+    report = Report(1, process.pid, host_id(), written=time.monotonic() - 90, doing="in the forward of step 2")
+    assert (watcher._lost([report]) or "").endswith("its last report, 90 s ago, was: in the forward of step 2")

@@ -260,9 +260,8 @@ class Watch:
             if report.ended:
                 found.append((not report.is_first, f"{who} has ended {report.doing}: {report.ended}"))
             elif self._reports.has_ended(report):
-                found.append(
-                    (False, f"{who} {how}; it was last seen {report.state}, up to {self._between:.0f} s before")
-                )
+                age = max(time.monotonic() - report.written, 0.0)  # both clocks are this host's
+                found.append((False, f"{who} {how}; its last report, {age:.0f} s ago, was: {report.state}"))
         firsts = [text for is_later, text in sorted(found) if is_later == min(found)[0]]
         return ". ".join(firsts) or None
 
