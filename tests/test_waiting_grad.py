@@ -14,10 +14,10 @@ from fullshard.waiting_grad import WaitingGrad, hide_waiting, is_cleared, show_w
 
 USES: dict[str, tuple[Callable[[Tensor], object], bool, float | None]] = {
     "reads": (lambda grad: (grad.norm(), grad + 1, copy.deepcopy(grad), pickle.dumps(grad)), False, None),
-    "zeroes": (lambda grad: grad.zero_(), True, None),
-    "zeroes several": (lambda grad: torch._foreach_zero_([grad]), True, None),
-    "fills": (lambda grad: grad.fill_(0), True, None),
-    "zeroes the data": (lambda grad: grad.data.zero_(), True, None),
+    "zeroes": (lambda grad: grad.zero_(), True, 0),
+    "zeroes several": (lambda grad: torch._foreach_zero_([grad]), True, 0),
+    "fills": (lambda grad: grad.fill_(0), True, 0),
+    "zeroes the data": (lambda grad: grad.data.zero_(), True, 0),
     "writes": (lambda grad: grad.add_(2), False, 2),
     "writes several": (lambda grad: torch._foreach_add_([grad], 2), False, 2),
     "assigns": (lambda grad: grad.__setitem__(slice(None), 2.0), False, 2),
@@ -39,7 +39,7 @@ def test_what_users_do_to_a_gradient_is_noted(use: str) -> None:
     act(shown)
     assert is_cleared(param, shown) == clears
     hide_waiting(param, shown)
-    assert (None if param.grad is None else param.grad.tolist()) == (left and [left] * 3)
+    assert (None if param.grad is None else param.grad.tolist()) == (None if left is None else [left] * 3)
     assert type(shown) is Tensor
 
 

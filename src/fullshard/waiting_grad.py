@@ -108,9 +108,12 @@ def is_cleared(param: torch.Tensor, shown: WaitingGrad) -> bool:
 
 def hide_waiting(param: torch.Tensor, shown: WaitingGrad) -> None:
     """Stop to show that a gradient waits: remove zeros that nobody wrote to, so that the reduced one has its own
-    dtype. A rank without elements of a parameter keeps no gradient."""
+    dtype. Zeros that users wrote stay, and optimizers step by them. A rank without elements of a parameter keeps no
+    gradient."""
     if not isinstance(shown, WaitingGrad):  # several parameters may have one, and one ``grad``
         return
+    if shown.was_cleared and param.grad is shown:
+        own_memory(shown)
     shown.__class__ = type(shown).__mro__[2]
     if shown._before_backward is not None:
         shown._before_backward.remove()

@@ -196,6 +196,26 @@ def test_what_is_done_between_a_forward_and_its_backward_lasts(
 
 
 @ranks(2)
+@TRANSPORTS
+@OPTIONS
+def test_a_graph_from_before_resharding_by_hand_is_still_right(
+    world: World, transport: str, options: dict[str, Any]
+) -> None:
+    def steps(program: Program) -> None:
+        model: Any = program.model
+        for step in range(3):
+            loss = model(inputs(step)).square().mean()
+            if isinstance(model, fullshard.FSDPModule):
+                model.reshard()
+            loss.backward()
+            inference(program, inputs(7))
+            program.optimizer.step()
+            program.optimizer.zero_grad()
+
+    compare(transport, options, steps)
+
+
+@ranks(2)
 def test_elements_that_nobody_wrote_keep_their_precision(world: World) -> None:
     policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model: Any = shard(seeded(MLP), mp_policy=policy, reshard_after_forward=False)

@@ -168,6 +168,9 @@ class _Generator:
             # The reference casts what a list holds in a list of its own, and parameters before they are returned.
             layers = [replace(layer, collects=not low and later.random() < 0.15) for layer in model.layers]
             for at, layer in enumerate(layers):
+                paths = [path for group in sharding.groups for path in group.paths]
+                if any(path.startswith(f"cells.{at}.core") for path in paths):  # its weight is a shard by then
+                    continue
                 if layer.pack == "plain" and not layer.inner and not low and (original or not wraps):
                     layers[at] = replace(layer, pack="hidden weight")
             model = replace(model, layers=tuple(layers))
@@ -434,7 +437,8 @@ class _Generator:
         if not isinstance(done[-1], do.Train):
             done.append(self.train(sharding))
         skips = random.Random(f"skipped step of {self.seed}")  # apart, so that the programs of old seeds stay alike
-        if skips.random() < 0.25 and not (sharding.disk is not None or model.dtype == "bfloat16"):
+        unscaled = "complex" in kinds_of(model.layers) or model.dtype == "bfloat16"  # which scalers of torch do not take
+        if skips.random() < 0.25 and not (sharding.disk is not None or unscaled):
             done.insert(skips.choice([at for at, each in enumerate(done) if isinstance(each, do.Train)]), do.SkipStep())
         return tuple(done)
 

@@ -171,8 +171,8 @@ class FullBuffer:
         except BaseException:
             self._cancel()
             raise
+        self.versions_set, self.state = self._versions, State.UNSHARDED
         private.set_versions(self.leaves, self._versions)
-        self.state = State.UNSHARDED
         return is_first
 
     def wholes(self) -> dict[int, torch.Tensor]:
