@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fullshard.assignments import follow_assignments
 from tests.fully_shard.cases import assert_close, environment, inputs, shard_mlp
@@ -48,9 +48,22 @@ def test_data_that_does_not_fit_is_refused_by_name(world: World) -> None:
 
 
 @ranks(2)
-def test_dtensors_of_others_stay_as_torch_has_them(world: World) -> None:
+def test_a_parameter_that_no_group_has_gets_data_that_is_sharded_alike(world: World) -> None:
     follow_assignments(None)
     param = nn.Parameter(distribute_tensor(torch.ones(4), world.mesh(), [Shard(0)]))
-    param.data = param.data * 2
+    param.data = other = param.data * 2
+    other.mul_(2)
+    assert_close(param.full_tensor(), torch.full((4,), 2.0), "assigned")
+    param.data = distribute_tensor(torch.ones(4), world.mesh(), [Replicate()])
     assert isinstance(param.data, DTensor)
-    assert_close(param.full_tensor(), torch.ones(4), "what torch does not assign")
+    assert_close(param.full_tensor(), torch.full((4,), 2.0), "not assigned, as in torch")
+
+
+@ranks(2)
+def test_data_is_assigned_right_after_a_load_that_assigns(world: World) -> None:
+    model: Any = shard_mlp()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    for param in model.parameters():
+        param.data = param.data * 0
+    with torch.no_grad():
+        assert not model(inputs()).any()

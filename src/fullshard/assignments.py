@@ -1,7 +1,8 @@
 """What ``param.data = values`` does to a sharded parameter: it gets these values.
 
-Torch changes only the size and the dtype of a DTensor there, silently. DTensors that belong to no group stay so. Owns
-the property ``data`` of DTensors, which is there once a model was sharded.
+Torch changes only the size and the dtype of a DTensor there, silently. A DTensor that belongs to no group, as after
+``load_state_dict(assign=True)``, gets the values too if they are sharded alike. Owns the property ``data`` of DTensors,
+which is there once a model was sharded.
 """
 
 from __future__ import annotations
@@ -28,25 +29,26 @@ def _replace_property() -> None:
     by_torch: Any = torch.Tensor.data
 
     def assign(tensor: DTensor, data: Any) -> None:
-        owner = owner_of(tensor)
-        if owner is None or id(tensor) != id(owner[0].params[owner[1]].sharded):
-            by_torch.__set__(tensor, data)
-            return
-        name, local, expected = owner[0].params[owner[1]].name, local_of(tensor), spec_of(tensor).placements
-        if not isinstance(data, DTensor) or spec_of(data).placements != expected:
+        owner, local, expected = owner_of(tensor), local_of(tensor), spec_of(tensor).placements
+        is_owned = owner is not None and id(tensor) == id(owner[0].params[owner[1]].sharded)
+        name = owner[0].params[owner[1]].name if owner is not None else ""
+        is_alike = isinstance(data, DTensor) and spec_of(data).placements == expected
+        if is_owned and not is_alike:
             placed = spec_of(data).placements if isinstance(data, DTensor) else "a plain tensor"
             raise RuntimeError(
                 f"parameter '{name}' was given data that is {placed} where {expected} is expected: give it a DTensor "
                 f"with the same placements, such as a copy of its own data"
             )
-        if local_of(data).shape != local.shape:
+        has_shape = is_alike and local_of(data).shape == local.shape
+        if is_owned and not has_shape:
             raise RuntimeError(
                 f"parameter '{name}' was given data of shape {tuple(data.shape)} where {tuple(tensor.shape)} is "
                 f"expected"
             )
         by_torch.__set__(tensor, data)
-        # A copy: ``data`` may lie in the shard of a group, as when two models exchange their parameters. The next
-        # forward copies the values to the shard.
-        set_local(tensor, local_of(data).detach().clone(), spec_of(data))
+        if has_shape:
+            # A copy: ``data`` may lie in the shard of a group, as when two models exchange their parameters. The next
+            # forward copies the values to the shard.
+            set_local(tensor, local_of(data).detach().clone(), spec_of(data))
 
     DTensor.data = property(by_torch.__get__, assign)  # type: ignore[assignment]

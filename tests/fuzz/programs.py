@@ -437,7 +437,7 @@ class _Generator:
         if not isinstance(done[-1], do.Train):
             done.append(self.train(sharding))
         skips = random.Random(f"skipped step of {self.seed}")  # apart, so that the programs of old seeds stay alike
-        unscaled = "complex" in kinds_of(model.layers) or model.dtype == "bfloat16"  # which scalers of torch do not take
+        unscaled = "complex" in kinds_of(model.layers) or model.dtype == "bfloat16"  # which no scaler takes
         if skips.random() < 0.25 and not (sharding.disk is not None or unscaled):
             done.insert(skips.choice([at for at, each in enumerate(done) if isinstance(each, do.Train)]), do.SkipStep())
         return tuple(done)
