@@ -97,7 +97,7 @@ def test_freed_memory_between_what_is_in_use_is_bounded() -> None:
 AT_ONCE = """
 import os
 import torch
-from fullshard.buffer.heap import keep_freed, return_at_once
+from fullshard.buffer.heap import MMAP_THRESHOLD, keep_freed, return_at_once, set_option
 
 
 def resident():
@@ -105,6 +105,9 @@ def resident():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+set_option(MMAP_THRESHOLD, 2**25)
+earlier = [torch.ones(2**18) for _ in range(100)]  # of a MiB
+del earlier[::3], earlier[::2]  # what stays is between holes
 return_at_once()
 before = resident()
 keep_freed(owner := torch.nn.Linear(1, 1), 2**30)

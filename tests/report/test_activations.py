@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import resident
 from benchmarks.models import Block, Transformer, Work
+from benchmarks.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -186,6 +188,32 @@ def test_gradients_of_parameters_are_no_activations() -> None:
     found = predicted(lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(3))), torch.ones(1, 512))
     assert found.kept == 3 * 4 * 512
     assert found.backward < 8 * 4 * 512 < 4 * 512 * 512
+
+
+LSTM_INPUT = 4, 128, 768  # wider than the output
+
+
+def bytes_of_an_lstm() -> tuple[float, float]:
+    """What forward and backward of an LSTM take at their peaks, as the kernel counts it."""
+    resident.return_what_is_freed()
+    model, x = nn.LSTM(LSTM_INPUT[-1], 512, batch_first=True), torch.randn(LSTM_INPUT)
+    for _ in range(2):
+        resident.settle()
+        before = resident.bytes_now()
+        with resident.Peak() as forward:
+            loss = model(x)[0].sum()
+        with resident.Peak() as backward:
+            loss.backward()
+        model.zero_grad()
+    return forward.bytes - before, backward.bytes - before
+
+
+def test_what_an_lstm_has_of_all_its_steps_counts() -> None:
+    found = predicted(lambda: nn.LSTM(LSTM_INPUT[-1], 512, batch_first=True), torch.empty(LSTM_INPUT))
+    gradients = 4 * 2048 * 768  # of the largest weight; the other one counts where the kernel makes both
+    measured = run_ranks(bytes_of_an_lstm, 1)[0]
+    for nbytes, most in zip(measured, (found.forward, found.backward + gradients), strict=True):
+        assert 0.85 * most < nbytes < 1.02 * most
 
 
 def test_the_order_is_that_of_the_forward() -> None:

@@ -47,11 +47,26 @@ def keep_freed(owner: object, nbytes: int) -> None:
 
 def return_at_once() -> None:
     """From now on the heap, if it is glibc's and the user has not decided, keeps nearly nothing that was freed: for a
-    model that needs most of a given memory."""
+    model that needs most of a given memory, and that has freed its whole parameters."""
     global _returns_at_once
     if not _user_decides() and set_option(MMAP_THRESHOLD, _SMALL_PIECE):
         _returns_at_once = set_option(TRIM_THRESHOLD, _SMALL_PIECE)
         return_freed()
+        if hasattr(_libc, "mallinfo2"):
+            _fill_holes()
+
+
+def _fill_holes() -> None:
+    """Allocate what is free in the heap, for ever, without touching it. What lies between pieces in use is otherwise
+    taken for tensors, and not returned when these are freed."""
+    _libc.mallinfo2.restype, _libc.malloc.restype = MallInfo, ctypes.c_void_p
+    nbytes = 1 << _libc.mallinfo2().fordblks.bit_length()
+    while nbytes >= _SMALL_PIECE:
+        mapped = _libc.mallinfo2().hblks
+        piece = ctypes.c_void_p(_libc.malloc(ctypes.c_size_t(nbytes)))
+        if not piece or _libc.mallinfo2().hblks > mapped:  # no hole is as large
+            _libc.free(piece)
+            nbytes //= 2
 
 
 def bound_freed(nbytes: int) -> None:

@@ -45,7 +45,8 @@ Pass = Literal["forward", "backward"]
 Moment = tuple[Pass, int, int]
 _NOT_COUNTED = -1
 _RECURRENT = torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten.mkldnn_rnn_layer_backward
-_KEPT_BY_RECURRENT = 7  # times the output
+#: What an LSTM on the CPU keeps for backward, times its output: four gates, and its cells.
+_KEPT_BY_RECURRENT = 5
 _CONVOLUTIONS = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 #: A function of the model and a batch: it runs the model and returns the loss.
 Loss = Callable[[nn.Module, Any], Any]
@@ -295,16 +296,21 @@ class _Step(DispatchMode):
                 if tensor.device.type == self._device:
                     self._count(tensor)
         if self._device == "cpu":
-            self._count_copies(operator, args)
+            self._count_work(operator, args, result)
         return result
 
-    def _count_copies(self, operator: Any, args: tuple[Any, ...]) -> None:
-        """Count what kernels of the CPU take while they run: copies of weights in the order of the kernel."""
+    def _count_work(self, operator: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Count what kernels of the CPU take while they run, such as copies of weights in the order of the kernel."""
         copied = 0
         if operator in _CONVOLUTIONS:
             copied = args[1 + (len(args) > 9)].nbytes
-        elif operator in _RECURRENT:
-            copied = (args[1].nbytes + args[2].nbytes) * (1 + (operator is _RECURRENT[1]))  # and of their gradients
+        elif operator is _RECURRENT[0]:  # and the gates of all steps
+            copied = args[1].nbytes + args[2].nbytes + 4 * result[0].nbytes
+        elif operator is _RECURRENT[1]:
+            x, *weights, output = args[0].nbytes, args[1].nbytes, args[2].nbytes, args[7].nbytes
+            # And of their gradients, which are made together: the largest counts where a group takes it. Of all steps
+            # the gates, and the gradients of three states, before and after.
+            copied = 2 * sum(weights) + min(weights) + 4 * output + 6 * max(x, output)
         if copied:
             number = len(self._changes)
             self._changes += [(number, copied), (number, -copied)]

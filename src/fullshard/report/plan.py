@@ -118,17 +118,18 @@ class Plan:
         Ranks: all alike, with the same plan.
         """
         self._check_use(model, options)
-        if self.memory < 2 * self.needed + KEPT_BY_ITSELF:  # what the heap may keep beside what is in use
-            return_at_once()
         known = dict(model.named_modules())
         wrappers = {known[name]: checkpointed(known[name]) for name in self.recomputed}
         _replace(model, wrappers)
         try:
-            return self._shard(model, known, wrappers, options)
+            model = self._shard(model, known, wrappers, options)
         except BaseException:
             if not units_in(model):
                 _replace(model, {wrapper: module for module, wrapper in wrappers.items()})
             raise
+        if self.memory < 2 * self.needed + KEPT_BY_ITSELF:  # what the heap may keep beside what is in use
+            return_at_once()  # the memory of the whole parameters too
+        return model
 
     def _shard(
         self,
