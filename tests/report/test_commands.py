@@ -1,18 +1,37 @@
-"""`fullshard explain`: its arguments, how it finds the function, and with which status it ends."""
+"""`fullshard explain` and `fullshard fit`: their arguments, how they find the function, and their exit status."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fullshard.report.commands import _above_0, _count, _from_0, _function, _Refused, add_explain
+from fullshard.report.commands import _above_0, _count, _from_0, _function, _Refused, _value, add_explain, add_fit
 
 BUILD = """
+import torch
 from torch import nn
+
+class Reads(nn.Linear):
+    def forward(self, x):
+        rows = x[x[:, 0] > 0]
+        return super().forward(rows) * int(x.sum())
+
+def read():
+    return Reads(8, 8), torch.ones(4, 8)
+
+def only(at):
+    return read()[at]
+
+def reads():
+    return only(0)
+
+def batch():
+    return only(1)
 
 def build():
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -30,9 +49,9 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def explain(*arguments: str) -> int:
+def explain(*arguments: str, add: Callable[[argparse.ArgumentParser], None] = add_explain) -> int:
     parser = argparse.ArgumentParser()
-    add_explain(parser)
+    add(parser)
     options = parser.parse_args(arguments)
     return int(options.call(options))
 
@@ -100,6 +119,22 @@ def test_a_picture_that_cannot_be_drawn_does_not_keep_the_explanation(
     assert printed.err.startswith(f"fullshard explain: {picture} {says}")
 
 
+@pytest.mark.parametrize("command", ["fit", "explain"])
+def test_what_a_forward_reads_may_be_given(program: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    add, given = add_fit, [f"{program}:read", "--ranks", "2", "--memory", "1GiB"]
+    if command == "explain":
+        add, given = add_explain, [f"{program}:reads", "--ranks", "2", "--batch", f"{program}:batch"]
+    rows, number = (f"models_to_explain.py:{at}" for at in (7, 8))
+    assert explain(*given, "--values", "2", add=add) == 0
+    assert explain(*given, "--values", f"{rows}=3", "--values", f"{number}=1", add=add) == 0
+    capsys.readouterr()
+    assert explain(*given, "--values", f"{rows}=3", add=add) == 2
+    says = f"fullshard {command}: it reads the value of a tensor at {number} (return super().forward(rows) * int(x.sum("
+    assert capsys.readouterr().err.startswith(says)
+    assert explain(*given, "--values", "2", "--values", f"{rows}=3", add=add) == 2
+    assert "--values takes one number for all lines, or" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("function", ["build", "missing.py:build", "no_such_module:build", "models_to_explain.py:x"])
 def test_a_function_that_is_not_there_ends_with_2(
     program: Path, capsys: pytest.CaptureFixture[str], function: str
@@ -117,6 +152,7 @@ def test_numbers_are_read_in_their_bounds() -> None:
         (_count, "1.5", "a whole number above 0"),
         (_from_0, "-1", "a number of 0 or more"),
         (_from_0, "x", "a number of 0 or more"),
+        (_value, "model.py=3", "a number or FILE.py:LINE=NUMBER"),
     ):
         with pytest.raises(argparse.ArgumentTypeError, match=f"expected {what}, got '{text}'"):
             read(text)

@@ -204,6 +204,12 @@ def _lowered(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return *(each.to(torch.bfloat16) for each in args[:2]), *args[2:]
 
 
+def _in_blocks(images: torch.Tensor) -> int:
+    """The bytes of a copy in blocks of 16 channels; a few channels, as of pictures, are not filled up."""
+    channels = images.shape[1]
+    return images.nbytes // channels * (-channels // 16 * -16 if channels > 4 else channels)
+
+
 @cache
 def _formulas() -> dict[Any, Any]:
     """Torch's formulas for FLOPs by operation. Torch has none for attention on the CPU, which computes what it computes
@@ -300,10 +306,12 @@ class _Step(DispatchMode):
         return result
 
     def _count_work(self, operator: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Count what kernels of the CPU take while they run, such as copies of weights in the order of the kernel."""
+        """Count what kernels of the CPU take while they run, such as copies in the order of the kernel."""
         copied = 0
-        if operator in _CONVOLUTIONS:
-            copied = args[1 + (len(args) > 9)].nbytes
+        if operator is _CONVOLUTIONS[0]:  # the copy of the input is gone when that of the output is copied back
+            copied = args[1].nbytes + max(_in_blocks(args[0]), _in_blocks(result))
+        elif operator is _CONVOLUTIONS[1]:
+            copied = args[2].nbytes + _in_blocks(args[0]) + _in_blocks(args[1])
         elif operator is _RECURRENT[0]:  # and the gates of all steps
             copied = args[1].nbytes + args[2].nbytes + 4 * result[0].nbytes
         elif operator is _RECURRENT[1]:

@@ -10,11 +10,13 @@ import argparse
 import importlib
 import json
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from fullshard.report.meta_copy import build_on_meta
 from fullshard.report.search import DoesNotFitError, fit
 from fullshard.report.tables import estimate_text
 from fullshard.report.text import bytes_argument
+from fullshard.report.values import UnknownValueError, Values
 
 #: Options of an estimate of time, by the names of the arguments of ``Explanation.estimate``.
 _TIMING = (
@@ -56,6 +59,35 @@ def _number(text: str, kind: type[float], what: str, is_fine: Callable[[float], 
     raise argparse.ArgumentTypeError(f"expected {what}, got '{text}'")
 
 
+def _value(text: str) -> tuple[str, float]:
+    """``FILE.py:LINE=NUMBER``, or a number for all lines, whose line is empty."""
+    line, _, number = text.rpartition("=")
+    if not line or re.fullmatch(r"[^/]+\.py:\d+", line):
+        with suppress(ValueError):
+            return line, float(number)
+    raise argparse.ArgumentTypeError(f"expected a number or FILE.py:LINE=NUMBER, got '{text}'")
+
+
+def _values(options: argparse.Namespace) -> Values | None:
+    """What ``--values`` say. A number for all lines is refused beside numbers for single lines."""
+    given = dict(options.values)
+    if "" in given and len(options.values) > 1:
+        raise _Refused("--values takes one number for all lines, or FILE.py:LINE=NUMBER for each line")
+    return given.get("", given or None)
+
+
+def _add_values(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--values",
+        action="append",
+        default=[],
+        type=_value,
+        metavar="NUMBER",
+        help="what forward gets where it reads the value of a tensor: one number, or FILE.py:LINE=NUMBER once for each "
+        "line",
+    )
+
+
 def add_explain(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fullshard explain``."""
     parser.description = (
@@ -79,6 +111,7 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loss", metavar="FUNCTION", help="a function of the model and the batch that returns the loss (forward does)"
     )
+    _add_values(parser)
     parser.add_argument(
         "--device-memory",
         type=bytes_argument,
@@ -111,7 +144,7 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
         "--node-bandwidth", type=_above_0, metavar="BYTES/S", help="bytes that a node sends to other nodes each second"
     )
     timing.add_argument("--ranks-per-node", type=_count, metavar="RANKS", help="needed with --node-bandwidth")
-    parser.set_defaults(call=_explain)
+    parser.set_defaults(call=partial(_refusing, "explain", _explain))
 
 
 def add_fit(parser: argparse.ArgumentParser) -> None:
@@ -134,19 +167,17 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--offload-directory", metavar="DIRECTORY", help="where what does not fit may be on a disk (nothing is)"
     )
+    _add_values(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, for Plan.from_json")
-    parser.set_defaults(call=_fit)
+    parser.set_defaults(call=partial(_refusing, "fit", _fit))
 
 
 def _fit(options: argparse.Namespace) -> int:
+    model, inputs = build_on_meta(_function(options.function))
+    loss = _function(options.loss) if options.loss else None
+    asked = {name: getattr(options, name) for name in ("memory", "ranks", "optimizer_bytes", "offload_directory")}
     try:
-        model, inputs = build_on_meta(_function(options.function))
-        loss = _function(options.loss) if options.loss else None
-        asked = {name: getattr(options, name) for name in ("memory", "ranks", "optimizer_bytes", "offload_directory")}
-        plan = fit(model, inputs, loss=loss, **asked)
-    except _Refused as error:
-        print(f"fullshard fit: {error}", file=sys.stderr)
-        return 2
+        plan = fit(model, inputs, loss=loss, values=_values(options), **asked)
     except DoesNotFitError as error:
         print(f"fullshard fit: {error}", file=sys.stderr)
         return 1
@@ -154,19 +185,25 @@ def _fit(options: argparse.Namespace) -> int:
     return 0
 
 
-def _explain(options: argparse.Namespace) -> int:
+def _refusing(command: str, call: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """The status of a command, 2 if its options make no sense or do not say what forward reads."""
     try:
-        return _print(options)
+        return call(options)
     except _Refused as error:
-        print(f"fullshard explain: {error}", file=sys.stderr)
-        return 2
+        why = str(error)
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, UnknownValueError):
+            raise
+        why = f"{error.__cause__}: here --values FILE.py:LINE=NUMBER, or --values NUMBER"
+    print(f"fullshard {command}: {why}", file=sys.stderr)
+    return 2
 
 
 class _Refused(Exception):
     """Options that make no sense. The message is for the user."""
 
 
-def _print(options: argparse.Namespace) -> int:
+def _explain(options: argparse.Namespace) -> int:
     needed = ["bandwidth", "peak_flops", *(() if options.batch else ("tokens",))]
     missing = [name for name in needed if getattr(options, name) is None]
     timing = {name: getattr(options, name) for name in _TIMING}
@@ -188,6 +225,7 @@ def _print(options: argparse.Namespace) -> int:
         batch=batch,
         loss=loss,
         device_memory=options.device_memory,
+        values=_values(options),
     )
     try:
         estimate = found.estimate(**timing) if is_timed else None
