@@ -5,7 +5,9 @@ is in use. Its tensors are made once and keep their storage for good: taking a s
 storage and giving it back moves it out, so that what autograd saved is right again wherever the values lie next time.
 
 A buffer that was given back keeps its slot, and its values, until somebody else needs it: taking it again then costs
-nothing.
+nothing. Where storages cannot exchange their memory, a slot is only a size: its taker frees the memory of its last
+holder, and allocates anew.
+
 A :class:`Staging` owns the memory that transports work in, as many pieces as exchanges are under way at once. Pieces
 stay and grow: to fault memory in again at each exchange would cost nine times as much as to copy it.
 """
@@ -21,8 +23,8 @@ from functools import cached_property, partial
 
 import torch
 
-from fullshard.device import HOSTS, PASSED, Mark, current_stream, is_host, mark_now
-from fullshard.torch_private import alias_storage, storage_id, swap_memory
+from fullshard.device import HOSTS, META, PASSED, Mark, current_stream, is_host, mark_now
+from fullshard.torch_private import CAN_SWAP_MEMORY, alias_storage, storage_id, swap_memory
 
 Allocate = Callable[[int, torch.device], torch.Tensor]
 
@@ -53,6 +55,8 @@ class SlotPool:
     def make(self, buffer: SlotBuffer) -> Slot:
         """A new slot for ``buffer``."""
         size = self.ordinary if buffer.takes_turns and buffer.nbytes <= self.ordinary else buffer.nbytes
+        if not CAN_SWAP_MEMORY:
+            return Slot(torch.empty(size, dtype=torch.uint8, device=META))
         with torch.inference_mode(False):
             made = Slot(self._allocate(size, self.device))
         made.released = mark_now(self.device)  # what had this memory before may still be read in the current lane
@@ -135,7 +139,13 @@ class SlotBuffer:
         else:
             slot = pool.make(self)
         self.slot, self.in_use, holder = slot, True, slot.holder
-        if holder is not None and self._stale is pool is holder.pool and self._size == slot.nbytes:
+        if not CAN_SWAP_MEMORY:
+            slot.released.wait()  # before the allocator has the memory
+            if holder is not None:
+                holder.give_up_slot()
+            self._storage.resize_(slot.nbytes)
+            slot.released = mark_now(pool.device)
+        elif holder is not None and self._stale is pool is holder.pool and self._size == slot.nbytes:
             swap_memory(self._storage, holder._storage)  # the one gets the memory, the other a stale address
             holder.slot = None
         else:
@@ -164,6 +174,9 @@ class SlotBuffer:
         slot, self.slot = self.slot, None
         assert slot is not None
         slot.holder = None
+        if not CAN_SWAP_MEMORY:
+            self._storage.resize_(0)
+            return
         slot.storage = alias_storage(self._storage)
         swap_memory(self._storage, slot.storage)
 
@@ -179,7 +192,7 @@ class SlotBuffer:
 
     def forget_address(self) -> None:
         """Let the storage be empty where it has no memory of its own: the address it still has is about to go."""
-        if self.slot is None:
+        if self.slot is None and CAN_SWAP_MEMORY:
             self._empty()
 
     def _empty(self) -> None:
