@@ -20,6 +20,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from itertools import chain
 
 import torch
 
@@ -73,16 +74,18 @@ class SlotPool:
             if slot is not None:
                 slot.released = PASSED
 
-    def drop(self) -> int:
-        """Give every slot that is not in use back to the system; returns their bytes."""
-        dropped = self.nbytes_free
-        for slot in self.free:
+    def drop(self, least: int = 0) -> int:
+        """Give every slot of ``least`` bytes or more that is not in use back to the system; returns their bytes."""
+        dropped = [slot for slot in self.free if slot.nbytes >= least]
+        for slot in dropped:
+            if not self.is_host:
+                slot.released.wait()  # the allocator may give it to the current lane at once
             if slot.holder is not None:
                 slot.holder.give_up_slot()
-        self.free.clear()
-        for buffer in self.buffers:
+        self.free = [slot for slot in self.free if slot.nbytes < least]
+        for buffer in self.buffers if dropped or not least else ():
             buffer.forget_address()
-        return dropped
+        return sum(slot.nbytes for slot in dropped)
 
 
 class SlotBuffer:
@@ -253,6 +256,9 @@ class Lease:
 
 
 _SMALL = 2**20  # bytes of a small buffer
+#: Bytes from which memory of a device is given back whenever a forward or a step ends. Less is kept: to gather the
+#: values in it once more would cost more than it is worth.
+LARGE = 2**26
 
 
 class Staging:
@@ -261,6 +267,7 @@ class Staging:
     def __init__(self) -> None:
         self.free: defaultdict[object, list[tuple[int, Lease]]] = defaultdict(list)
         self._made = 0
+        self.is_in_graph = False  # whether a captured graph knows addresses of what is kept
 
     def lease(self, nbytes: int, device: torch.device) -> Lease:
         """A buffer of at least ``nbytes``, contents undefined. It is used and given back on the current stream only."""
@@ -288,11 +295,13 @@ class Staging:
         """Bytes that are kept for the next exchange."""
         return sum(lease.nbytes for free in self.free.values() for _, lease in free)
 
-    def drop(self) -> int:
-        """Give the memory of every buffer that is not in use back to the system; returns its bytes."""
-        dropped = self.nbytes_free
-        for free in self.free.values():
-            for _, lease in free:
+    def drop(self, least: int = 0) -> int:
+        """Give the memory of every buffer of ``least`` bytes or more that is not in use back to the system; returns its
+        bytes."""
+        dropped = 0
+        for _, lease in chain.from_iterable(self.free.values()):
+            if lease.nbytes >= least:
+                dropped += lease.nbytes
                 lease.storage.resize_(0)
                 lease.nbytes = 0
         return dropped
