@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fullshard.buffer.slots import LARGE, SHARED, SlotBuffer
+from fullshard.comm.collective import CollectiveTransport
 from fullshard.device import CPU, PASSED, HoldingMark
 from fullshard.group.comm_context import CommContext, Reductions
 from tests.simulated import simulate
@@ -100,7 +101,7 @@ def test_there_is_one_pool_for_each_kind_of_buffer_and_transport() -> None:
 
     one: Any
     other: Any
-    one, other = SimpleNamespace(allocate=allocate), SimpleNamespace(allocate=allocate)
+    one, other = (SimpleNamespace(allocate=allocate, registers_memory=False) for _ in range(2))
     pool = context.pool("parameters", one)
     assert context.pool("parameters", one) is pool
     assert context.pool("gradients", one) is not pool
@@ -113,15 +114,13 @@ def test_without_a_capture_no_marks_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [LARGE, LARGE - 64])
-@pytest.mark.parametrize("where", ["host", "device", "device that captures a graph"])
+@pytest.mark.parametrize("where", ["host", "device", "device, registered", "device that captures a graph"])
 def test_large_memory_that_is_not_in_use_goes_back_to_a_device_unless_a_graph_knows_it(nbytes: int, where: str) -> None:
     device = Graphs()
     with simulate(device) if where != "host" else nullcontext(), mock.patch.object(SHARED, "is_in_graph", False):
-        context, transport = (
-            CommContext(CPU),
-            SimpleNamespace(allocate=lambda size, _: torch.empty(size, dtype=torch.uint8)),
-        )
-        pool = context.pool("parameters", transport)  # type: ignore[arg-type]
+        context, transport = CommContext(CPU), CollectiveTransport()
+        transport.registers_memory = "registered" in where
+        pool = context.pool("parameters", transport)
         used, free = SlotBuffer(pool, nbytes), SlotBuffer(pool, nbytes)
         with device.capture() if "graph" in where else nullcontext():
             for buffer in (used, free):

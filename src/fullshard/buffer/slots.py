@@ -41,10 +41,11 @@ class Slot:
 
 
 class SlotPool:
-    """Memory for buffers that take turns: 1-D uint8 tensors, which ``allocate`` makes."""
+    """Memory for buffers that take turns: 1-D uint8 tensors, which ``allocate`` makes. ``stays``: whether it is
+    registered with a backend, which costs more than to keep it."""
 
-    def __init__(self, device: torch.device, allocate: Allocate) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, allocate: Allocate, stays: bool = False) -> None:
+        self.device, self.stays = device, stays
         self.is_host = is_host(device)
         self._allocate = allocate
         #: Slots that any buffer may take: those that nobody holds first, then the longest unused.

@@ -83,7 +83,7 @@ class CommContext:
         """The pool of buffers of a kind that ``transport`` transfers."""
         key = (kind, id(transport))
         if key not in self.pools:
-            self.pools[key] = SlotPool(self._device, transport.allocate)
+            self.pools[key] = SlotPool(self._device, transport.allocate, transport.registers_memory)
         return self.pools[key]
 
     def forget_marks_at_capture(self) -> bool:
@@ -108,6 +108,7 @@ class CommContext:
             self._is_in_graph = SHARED.is_in_graph = True
         if not self._is_in_graph:  # as on all ranks, which must agree on what is still in slots
             for pool in self.pools.values():
-                pool.drop(LARGE)
+                if not pool.stays:
+                    pool.drop(LARGE)
         if not SHARED.is_in_graph:
             SHARED.drop(LARGE)
