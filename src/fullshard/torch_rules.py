@@ -57,7 +57,7 @@ def leave_unverified(is_unknown: Callable[[Sequence[Placement]], bool]) -> None:
         if not is_unknown(spec.placements):
             by_torch(spec, order)
 
-    DTensorSpec._verify_shard_order = verify  # type: ignore[method-assign]
+    DTensorSpec._verify_shard_order = verify  # type: ignore[assignment, method-assign]
 
 
 def on_propagation(answer: Callable[[Any, Callable[[Any], Any]], Any]) -> None:
