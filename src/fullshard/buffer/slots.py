@@ -57,7 +57,7 @@ class SlotPool:
     def make(self, buffer: SlotBuffer) -> Slot:
         """A new slot for ``buffer``."""
         size = self.ordinary if buffer.takes_turns and buffer.nbytes <= self.ordinary else buffer.nbytes
-        if not CAN_SWAP_MEMORY:
+        if not CAN_SWAP_MEMORY and self.device != META:
             return Slot(torch.empty(size, dtype=torch.uint8, device=META))
         with torch.inference_mode(False):
             made = Slot(self._allocate(size, self.device))
