@@ -70,7 +70,7 @@ quick: $(VENV)/.installed-test
 test-all: lint types $(VENV)/.installed-servers ## the same with every test, and with servers of stores (needs npm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --all $(ARGS)
 
-test-torch: ## run every test with another torch, TORCH=2.15.0 (2.12 or newer), in an environment of its own
+test-torch: ## run every test with another torch, TORCH=2.15.0 (2.11 or newer), in an environment of its own
 	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.15.0))
 	$(MAKE) $(OTHER)/.installed-torch-$(TORCH) VENV=$(OTHER)
 	$(MAKE) $(OTHER)/.installed-test $(OTHER)/.installed-servers VENV=$(OTHER)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fullshard import Ragged, checkpoint, fully_shard
@@ -79,6 +80,11 @@ ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", ELEMENTWISE)
 def test_operators_compute_element_by_element(world: World, kind: str) -> None:
     model, function = sharded(3), ELEMENTWISE[kind]
+    if kind == "second result":
+        try:
+            function(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (world.size,)), [Replicate()]))
+        except NotImplementedError:
+            pytest.skip("this torch has no rule for frexp of any DTensor")
     for param, whole in zip(model.parameters(), seeded(build).parameters(), strict=True):
         assert_same([function(param.detach())], [function(whole.detach())])
 

@@ -56,11 +56,6 @@ class RaggedShard(Shard):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RaggedShard) and (self.dim, self.cuts) == (other.dim, other.cuts)
 
-    def __ne__(self, other: object) -> bool:
-        # A spec refuses a placement that is a Shard and differs (by this operator) from torch's own of its dim.
-        is_torchs = type(other) is Shard and other.dim == self.dim
-        return not (is_torchs or self == other)
-
     def __hash__(self) -> int:
         return hash((RaggedShard, self.dim, self.cuts))
 
@@ -127,13 +122,14 @@ def is_ragged(placements: Sequence[Placement]) -> bool:
 @cache
 def follow_ragged() -> None:
     """Let torch follow ragged DTensors from now on. Called when the first placement is made."""
+    rules.leave_unverified(is_ragged)
     rules.replicate_between(_needs_whole)
     rules.on_propagation(_propagate)
 
 
 def _needs_whole(before: Placement, after: Placement) -> bool:
     """Whether torch would take both for the same cut, or exchange equal parts."""
-    return is_ragged((before, after)) and before.is_shard() and after.is_shard() and not (before == after)  # noqa: SIM201
+    return is_ragged((before, after)) and before.is_shard() and after.is_shard() and before != after
 
 
 def _propagate(schema: Any, by_torch: Callable[[Any], Any]) -> Any:

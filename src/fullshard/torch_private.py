@@ -244,9 +244,11 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
 )
 
-#: Exchanges the memory of two storages; every tensor follows its storage. A slot then serves any group, for 0.1 µs.
 wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
-swap_memory: Any = torch.UntypedStorage._swap_data_ptr_  # type: ignore[attr-defined]
+#: Exchanges the memory of two storages; every tensor follows its storage. A slot then serves any group, for 0.1 µs.
+#: Torch before 2.12 lacks it: a buffer is then allocated when it takes a slot.
+swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
+CAN_SWAP_MEMORY = swap_memory is not None
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -5,7 +5,7 @@ With :mod:`fullshard.torch_private` the only file that uses private names. It kn
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import starmap
 from typing import Any
 
@@ -47,6 +47,17 @@ def replicate_between(is_needed: Callable[[Placement, Placement], bool]) -> None
         ]
 
     steps._gen_transform_infos_non_cached = plan  # type: ignore[assignment]  # what caches the plan looks it up
+
+
+def leave_unverified(is_unknown: Callable[[Sequence[Placement]], bool]) -> None:
+    """Let specs have placements that ``is_unknown`` tells: some releases compare each with a plain ``Shard``."""
+    by_torch = DTensorSpec._verify_shard_order
+
+    def verify(spec: DTensorSpec, order: Any) -> None:
+        if not is_unknown(spec.placements):
+            by_torch(spec, order)
+
+    DTensorSpec._verify_shard_order = verify  # type: ignore[assignment, method-assign]
 
 
 def on_propagation(answer: Callable[[Any, Callable[[Any], Any]], Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from fullshard.comm import backend_memory
 from fullshard.comm.backend_memory import BackendMemory, process_group_memory, symmetric_memory
+from tests.fully_shard.cases import EXCHANGED
 
 CPU = torch.device("cpu")
 
@@ -57,6 +58,7 @@ def test_only_nccl_has_symmetric_memory() -> None:
         symmetric_memory(None, "gloo")
 
 
+@EXCHANGED
 def test_symmetric_memory_is_made_known_to_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU with what stands for NCCL's part: the calls are what NCCL needs, in this order."""
     calls = list[Any]()

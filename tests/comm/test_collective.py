@@ -35,6 +35,7 @@ from tests.comm.cases import (
     reduce,
     transfers_of,
 )
+from tests.fully_shard.cases import EXCHANGED
 from tests.harness import World, fake_world, ranks
 
 SIZES = [1, 2, 3, 5, 64, 1024]
@@ -327,6 +328,7 @@ def test_sums_with_ever_new_factors_keep_nothing_for_ever() -> None:
             assert sys.getrefcount(op) == before
 
 
+@EXCHANGED
 @ranks(2)
 def test_symmetric_memory_is_made_by_nccl_and_known_to_all_ranks_whenever_it_is_used(world: World) -> None:
     """An address may be another piece's next time, and a rendezvous takes all ranks: torch remembers, not the route."""

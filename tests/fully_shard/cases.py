@@ -20,6 +20,7 @@ from fullshard.buffer.slots import SlotPool
 from fullshard.group.param_group import ParamGroup
 from fullshard.schedule.step_log import Event
 from fullshard.schedule.unit import unit_of
+from fullshard.torch_private import CAN_SWAP_MEMORY
 from tests.harness import World
 from tests.harness.compare import LIBRARIES, TOLERANCE, LocalShard, deviation, each_block, kept
 from tests.harness.models import MLP, seeded
@@ -45,6 +46,13 @@ def both_with(method: str) -> pytest.MarkDecorator:
     """The same, without a torch whose sharded modules do not have a method yet."""
     names = [name for name, library in LIBRARIES.items() if hasattr(library.FSDPModule, method)]
     return pytest.mark.parametrize("fsdp", [Library(name) for name in names], ids=names)
+
+
+#: For tests of slots that keep their memory, and of gradients in memory that ranks share.
+EXCHANGED = pytest.mark.skipif(
+    not CAN_SWAP_MEMORY,
+    reason="where storages cannot exchange memory, buffers are allocated when taken, and gradients travel as messages",
+)
 
 
 def inputs(seed: int = 0, rows: int = 4, width: int = 6) -> Tensor:

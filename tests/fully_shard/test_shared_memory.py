@@ -32,7 +32,7 @@ from fullshard.buffer.shared import SharedBuffer
 from fullshard.comm.shm import ShmTransport
 from fullshard.comm.waits import WAITS
 from fullshard.group.full_buffer import RELEASED
-from tests.fully_shard.cases import assert_close, environment, groups_of, inputs, shard_mlp, twins
+from tests.fully_shard.cases import EXCHANGED, assert_close, environment, groups_of, inputs, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, kept, whole
 from tests.harness.held import mappings, open_files
@@ -498,6 +498,7 @@ def test_nothing_is_mapped_or_faulted_in_after_the_first_steps(world: World) -> 
     assert min(faults[3:]) < BLOCK // resource.getpagesize() / 2, faults
 
 
+@EXCHANGED
 @ranks(2, transport="shm", fresh=True)
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_gradient_buffers_are_bounded_and_given_back(world: World, buffers: int) -> None:

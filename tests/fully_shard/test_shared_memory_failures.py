@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 import fullshard
 from fullshard.buffer.shared_memory import Segment
 from fullshard.comm.shm import ShmTransport
-from tests.fully_shard.cases import Twins, assert_close, environment, groups_of, inputs, shard_mlp
+from tests.fully_shard.cases import EXCHANGED, Twins, assert_close, environment, groups_of, inputs, shard_mlp
 from tests.fully_shard.test_errors_in_step import fail_in_backward, fail_in_forward
 from tests.harness import RankPool, World, ranks
 from tests.harness.compare import each_block, kept, whole
@@ -54,7 +54,11 @@ def lose_rank_1(world: World, where: str) -> None:
     ("where", "waits"),
     [
         ("forward", "the end of a forward"),
-        ("backward", "a reduction, to be read by the other ranks, in the backward of step 1 (forward 2), at 'blocks."),
+        pytest.param(
+            "backward",
+            "a reduction, to be read by the other ranks, in the backward of step 1 (forward 2), at 'blocks.",
+            marks=EXCHANGED,
+        ),
     ],
 )
 def test_a_lost_rank_is_named_by_all_others_at_once(rank_pool: RankPool, where: str, waits: str) -> None:
@@ -105,6 +109,7 @@ def test_a_reset_keeps_the_gradients_that_were_there(world: World, where: int) -
         assert torch.allclose(found, once) or torch.allclose(found, 2 * once)
 
 
+@EXCHANGED
 @ranks(2, transport="shm")
 def test_a_reset_of_one_model_says_what_another_has_lost(world: World) -> None:
     one, other = shard_mlp(), shard_mlp()
@@ -151,6 +156,7 @@ class Branches(nn.Module):
         return self.sometimes(x) if further else x
 
 
+@EXCHANGED
 @ranks(2, transport="shm")
 def test_ranks_that_use_different_parameters_of_a_group_are_told_what_to_set(world: World) -> None:
     model, reference = seeded(Branches), seeded(Branches)
@@ -231,6 +237,7 @@ def test_few_open_files_are_enough_for_many_groups(world: World) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@EXCHANGED
 @ranks(2, transport="shm")
 def test_too_little_memory_for_gradients_says_what_to_do(world: World) -> None:
     model = shard_mlp()

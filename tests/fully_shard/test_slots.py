@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard.buffer import heap
 from fullshard.buffer.slots import SHARED, SlotPool
-from tests.fully_shard.cases import Twins, environment, groups_of, inputs, shard_mlp, slots_in_use, twins
+from tests.fully_shard.cases import EXCHANGED, Twins, environment, groups_of, inputs, shard_mlp, slots_in_use, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, sgd
 from tests.harness.models import MLP, seeded
@@ -65,6 +65,7 @@ def _pools_of(group: Any) -> list[SlotPool]:
     return [group.parameter_pool, group.gradient_pool, group.staging_pool]
 
 
+@EXCHANGED
 @ranks(2, transport="p2p")
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("reshard", [True, False])

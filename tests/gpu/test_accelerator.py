@@ -40,7 +40,8 @@ def mesh() -> Iterator[DeviceMesh]:
     assert device is not None
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29555")
-    dist.init_process_group(rank=0, world_size=1)  # both backends: offload needs the CPU's
+    backends = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"  # offload needs the CPU's
+    dist.init_process_group(backends, rank=0, world_size=1)
     yield init_device_mesh(device.type, (1,))
     dist.destroy_process_group()
 

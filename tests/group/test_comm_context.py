@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 
+from fullshard.buffer.slots import LARGE, SHARED, SlotBuffer
+from fullshard.comm.collective import CollectiveTransport
 from fullshard.device import CPU, PASSED, HoldingMark
 from fullshard.group.comm_context import CommContext, Reductions
+from tests.simulated import simulate
+from tests.simulated.graphs import Graphs
 
 
 class Event:
@@ -94,7 +101,7 @@ def test_there_is_one_pool_for_each_kind_of_buffer_and_transport() -> None:
 
     one: Any
     other: Any
-    one, other = SimpleNamespace(allocate=allocate), SimpleNamespace(allocate=allocate)
+    one, other = (SimpleNamespace(allocate=allocate, registers_memory=False) for _ in range(2))
     pool = context.pool("parameters", one)
     assert context.pool("parameters", one) is pool
     assert context.pool("gradients", one) is not pool
@@ -104,3 +111,22 @@ def test_there_is_one_pool_for_each_kind_of_buffer_and_transport() -> None:
 
 def test_without_a_capture_no_marks_are_forgotten() -> None:
     assert not CommContext(CPU).forget_marks_at_capture()
+
+
+@pytest.mark.parametrize("nbytes", [LARGE, LARGE - 64])
+@pytest.mark.parametrize("where", ["host", "device", "device, registered", "device that captures a graph"])
+def test_large_memory_that_is_not_in_use_goes_back_to_a_device_unless_a_graph_knows_it(nbytes: int, where: str) -> None:
+    device = Graphs()
+    with simulate(device) if where != "host" else nullcontext(), mock.patch.object(SHARED, "is_in_graph", False):
+        context, transport = CommContext(CPU), CollectiveTransport()
+        transport.registers_memory = "registered" in where
+        pool = context.pool("parameters", transport)
+        used, free = SlotBuffer(pool, nbytes), SlotBuffer(pool, nbytes)
+        with device.capture() if "graph" in where else nullcontext():
+            for buffer in (used, free):
+                buffer.take()
+            free.give_back()
+            context.give_back_memory()
+        context.give_back_memory()
+        assert pool.nbytes_free == (0 if (nbytes, where) == (LARGE, "device") else nbytes)
+        assert used.memory.untyped_storage().nbytes() >= nbytes

@@ -22,7 +22,7 @@ from fullshard import torch_private
 from fullshard.buffer import slots
 from fullshard.comm import collective
 from fullshard.device import CPU
-from fullshard.torch_private import Collective, Collectives
+from fullshard.torch_private import CAN_SWAP_MEMORY, Collective, Collectives
 from tests.simulated.operations import tensors_in
 
 #: The host itself, and the stream in which the model computes.
@@ -203,7 +203,7 @@ def simulate(model: Model) -> Iterator[SimulatedStreams]:
             (collective, "all_gather_over", over(torch_private.all_gather_over)),
             (collective, "reduce_scatter_over", over(torch_private.reduce_scatter_over)),
             (torch.UntypedStorage, "resize_", resize),
-            (slots, "swap_memory", swap_memory),
+            *([(slots, "swap_memory", swap_memory)] if CAN_SWAP_MEMORY else []),
         ):
             stack.enter_context(mock.patch.object(where, name, value))
         stack.enter_context(_Operations(streams))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from fullshard.torch_private import Collective, swap_memory
+from fullshard.torch_private import CAN_SWAP_MEMORY, Collective, swap_memory
 from tests.simulated.device import COMPUTE, HOST
 from tests.simulated.operations import as_it_lies, fills, finish
 
@@ -59,8 +59,12 @@ class Late:
     def emptied(self, storage: torch.UntypedStorage) -> None:
         """The memory stays for the entries that use it, as an allocator gives it to nobody before these have run."""
         if any(lane.done < len(lane.entries) for lane in self._lanes.values()):
-            self._freed.append(torch.UntypedStorage(0))
-            swap_memory(storage, self._freed[-1])
+            if CAN_SWAP_MEMORY:
+                self._freed.append(torch.UntypedStorage(0))
+                swap_memory(storage, self._freed[-1])
+                return
+            for lane in [*self._lanes]:
+                self._run(self.record(lane))
 
     def own_host_memory(self, tensor: torch.Tensor) -> None:
         """All memory is alike."""

@@ -18,6 +18,7 @@ import torch
 import fullshard
 from fullshard.comm import collective
 from fullshard.device import CPU, current_stream, streams_of
+from fullshard.group import comm_context
 from tests.group import test_extension
 from tests.harness import World, ranks
 from tests.harness.compare import Precision, Training, adamw, compare, each_block, sgd
@@ -89,6 +90,14 @@ def zero_copy_parameters(world: World) -> None:
         train(world, micro_batches=2, set_up_micro=set_up)
 
 
+def memory_given_back(world: World) -> None:
+    """All slots go back to the allocator when a forward or a step ends, as large ones do."""
+    with mock.patch.object(comm_context, "LARGE", 0):
+        test_sharding.test_mlp_of_odd_sizes(world, optimizer=adamw)
+        test_sharding.test_two_forwards_before_a_backward(world)
+        test_accumulation.test_hybrid_accumulated_before_all_reduce_on_two_ranks(world, shape=(2, 1))
+
+
 WAYS: dict[str, Callable[[World], None]] = {
     "blocks": partial(test_sharding.test_mlp_of_odd_sizes, optimizer=adamw),
     "left unsharded": partial(test_sharding.test_reshard_after_forward, reshard=False),
@@ -98,6 +107,7 @@ WAYS: dict[str, Callable[[World], None]] = {
     "a block that runs twice": partial(test_sharding.test_a_block_that_runs_twice, reshard=True),
     "prefetch by hand": test_sharding.test_explicit_prefetch,
     "gathered by hand": test_sharding.test_parameters_gathered_by_hand,
+    "memory given back": memory_given_back,
     "a list": test_sharding.test_members_of_a_list_run_apart,
     "evaluation": test_sharding.test_a_step_after_evaluation_is_seen_by_the_next_forward,
     "accumulation": test_accumulation.test_some_micro_batches_communicate,

@@ -5,7 +5,9 @@ is in use. Its tensors are made once and keep their storage for good: taking a s
 storage and giving it back moves it out, so that what autograd saved is right again wherever the values lie next time.
 
 A buffer that was given back keeps its slot, and its values, until somebody else needs it: taking it again then costs
-nothing.
+nothing. Where storages cannot exchange their memory, a slot is only a size: its taker frees the memory of its last
+holder, and allocates anew.
+
 A :class:`Staging` owns the memory that transports work in, as many pieces as exchanges are under way at once. Pieces
 stay and grow: to fault memory in again at each exchange would cost nine times as much as to copy it.
 """
@@ -18,11 +20,12 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from itertools import chain
 
 import torch
 
-from fullshard.device import HOSTS, PASSED, Mark, current_stream, is_host, mark_now
-from fullshard.torch_private import alias_storage, storage_id, swap_memory
+from fullshard.device import HOSTS, META, PASSED, Mark, current_stream, is_host, mark_now
+from fullshard.torch_private import CAN_SWAP_MEMORY, alias_storage, storage_id, swap_memory
 
 Allocate = Callable[[int, torch.device], torch.Tensor]
 
@@ -38,10 +41,11 @@ class Slot:
 
 
 class SlotPool:
-    """Memory for buffers that take turns: 1-D uint8 tensors, which ``allocate`` makes."""
+    """Memory for buffers that take turns: 1-D uint8 tensors, which ``allocate`` makes. ``stays``: whether it is
+    registered with a backend, which costs more than to keep it."""
 
-    def __init__(self, device: torch.device, allocate: Allocate) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, allocate: Allocate, stays: bool = False) -> None:
+        self.device, self.stays = device, stays
         self.is_host = is_host(device)
         self._allocate = allocate
         #: Slots that any buffer may take: those that nobody holds first, then the longest unused.
@@ -53,6 +57,8 @@ class SlotPool:
     def make(self, buffer: SlotBuffer) -> Slot:
         """A new slot for ``buffer``."""
         size = self.ordinary if buffer.takes_turns and buffer.nbytes <= self.ordinary else buffer.nbytes
+        if not CAN_SWAP_MEMORY and self.device != META:
+            return Slot(torch.empty(size, dtype=torch.uint8, device=META))
         with torch.inference_mode(False):
             made = Slot(self._allocate(size, self.device))
         made.released = mark_now(self.device)  # what had this memory before may still be read in the current lane
@@ -69,16 +75,18 @@ class SlotPool:
             if slot is not None:
                 slot.released = PASSED
 
-    def drop(self) -> int:
-        """Give every slot that is not in use back to the system; returns their bytes."""
-        dropped = self.nbytes_free
-        for slot in self.free:
+    def drop(self, least: int = 0) -> int:
+        """Give every slot of ``least`` bytes or more that is not in use back to the system; returns their bytes."""
+        dropped = [slot for slot in self.free if slot.nbytes >= least]
+        for slot in dropped:
+            if not self.is_host:
+                slot.released.wait()  # the allocator may give it to the current lane at once
             if slot.holder is not None:
                 slot.holder.give_up_slot()
-        self.free.clear()
-        for buffer in self.buffers:
+        self.free = [slot for slot in self.free if slot.nbytes < least]
+        for buffer in self.buffers if dropped or not least else ():
             buffer.forget_address()
-        return dropped
+        return sum(slot.nbytes for slot in dropped)
 
 
 class SlotBuffer:
@@ -135,7 +143,13 @@ class SlotBuffer:
         else:
             slot = pool.make(self)
         self.slot, self.in_use, holder = slot, True, slot.holder
-        if holder is not None and self._stale is pool is holder.pool and self._size == slot.nbytes:
+        if not CAN_SWAP_MEMORY:
+            slot.released.wait()  # before the allocator has the memory
+            if holder is not None:
+                holder.give_up_slot()
+            self._storage.resize_(slot.nbytes)
+            slot.released = mark_now(pool.device)
+        elif holder is not None and self._stale is pool is holder.pool and self._size == slot.nbytes:
             swap_memory(self._storage, holder._storage)  # the one gets the memory, the other a stale address
             holder.slot = None
         else:
@@ -164,6 +178,9 @@ class SlotBuffer:
         slot, self.slot = self.slot, None
         assert slot is not None
         slot.holder = None
+        if not CAN_SWAP_MEMORY:
+            self._storage.resize_(0)
+            return
         slot.storage = alias_storage(self._storage)
         swap_memory(self._storage, slot.storage)
 
@@ -179,7 +196,7 @@ class SlotBuffer:
 
     def forget_address(self) -> None:
         """Let the storage be empty where it has no memory of its own: the address it still has is about to go."""
-        if self.slot is None:
+        if self.slot is None and CAN_SWAP_MEMORY:
             self._empty()
 
     def _empty(self) -> None:
@@ -240,6 +257,9 @@ class Lease:
 
 
 _SMALL = 2**20  # bytes of a small buffer
+#: Bytes from which memory of a device is given back whenever a forward or a step ends. Less is kept: to gather the
+#: values in it once more would cost more than it is worth.
+LARGE = 2**26
 
 
 class Staging:
@@ -248,6 +268,7 @@ class Staging:
     def __init__(self) -> None:
         self.free: defaultdict[object, list[tuple[int, Lease]]] = defaultdict(list)
         self._made = 0
+        self.is_in_graph = False  # whether a captured graph knows addresses of what is kept
 
     def lease(self, nbytes: int, device: torch.device) -> Lease:
         """A buffer of at least ``nbytes``, contents undefined. It is used and given back on the current stream only."""
@@ -275,11 +296,13 @@ class Staging:
         """Bytes that are kept for the next exchange."""
         return sum(lease.nbytes for free in self.free.values() for _, lease in free)
 
-    def drop(self) -> int:
-        """Give the memory of every buffer that is not in use back to the system; returns its bytes."""
-        dropped = self.nbytes_free
-        for free in self.free.values():
-            for _, lease in free:
+    def drop(self, least: int = 0) -> int:
+        """Give the memory of every buffer of ``least`` bytes or more that is not in use back to the system; returns its
+        bytes."""
+        dropped = 0
+        for _, lease in chain.from_iterable(self.free.values()):
+            if lease.nbytes >= least:
+                dropped += lease.nbytes
                 lease.storage.resize_(0)
                 lease.nbytes = 0
         return dropped

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fullshard.torch_private import Collective, allocating_backend, symm_mem
+from fullshard.torch_private import CAN_SWAP_MEMORY, Collective, allocating_backend, symm_mem
 
 
 class BackendMemory(NamedTuple):
@@ -41,10 +41,15 @@ def symmetric_memory(group: Any, backend: str = "NCCL") -> BackendMemory:
     """Symmetric memory of NCCL, from now on that of the whole process. All ranks must call it.
 
     Raises:
+        NotImplementedError: storages cannot exchange their memory, as before torch 2.12.
         ValueError: another backend than NCCL.
     """
     if backend != "NCCL":
         raise ValueError(f"symmetric memory is supported with the NCCL backend, got {backend!r}")
+    if not CAN_SWAP_MEMORY:
+        raise NotImplementedError(
+            "symmetric memory needs storages that exchange their memory, which torch has from 2.12 on: update torch"
+        )
     symm_mem.set_backend("NCCL")
     if group is not None:
         dist.barrier(group)  # makes the communicator, which a rendezvous needs

@@ -52,6 +52,7 @@ class CollectiveTransport(Transport):
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter
         self.takes_messages = reduce_scatter is None
+        self.registers_memory = all_gather is not None
 
     def launches_together(self, process_group: dist.ProcessGroup | None, device: torch.device) -> bool:
         return process_group is not None and backend_name(process_group, device) in _LAUNCHES_TOGETHER

@@ -44,7 +44,7 @@ from fullshard.comm.transport import (
 )
 from fullshard.comm.waits import Wait, lost, named
 from fullshard.device import Pending
-from fullshard.torch_private import foreach_copy
+from fullshard.torch_private import CAN_SWAP_MEMORY, foreach_copy
 
 _AHEAD = 64  # reductions that a rank may be ahead of the slowest one
 #: Integers that say what a reduction reads: its number, the group's tag, its parameters, and the slot's address.
@@ -63,7 +63,7 @@ class ShmTransport(Transport):
     name = "shm"
     gradient_buffers = 2
     adds_in_fp32 = True
-    compares_reductions = True
+    compares_reductions = CAN_SWAP_MEMORY  # else gradients are never in memory that ranks share, but travel as messages
 
     def __init__(self, local_ranks: LocalRanks, control: Segment, messages: PointToPointTransport) -> None:
         self._private = messages

@@ -208,6 +208,9 @@ class Transport:
     #: Whether ranks compare which parameters they reduce while they wait for one another.
     compares_reductions = False
 
+    #: Whether its memory is registered with a backend.
+    registers_memory = False
+
     _private: Transport | None = None
 
     @property

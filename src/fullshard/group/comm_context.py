@@ -9,9 +9,10 @@ from functools import cached_property
 
 import torch
 
-from fullshard.buffer.slots import SlotPool
+from fullshard.buffer.slots import LARGE, SHARED, SlotPool
 from fullshard.comm.transport import Transport
-from fullshard.device import PASSED, HoldingMark, Lane, Lanes, Mark, is_capturing
+from fullshard.device import PASSED, HoldingMark, Lane, Lanes, Mark, is_capturing, is_host
+from fullshard.torch_private import CAN_SWAP_MEMORY
 
 
 class Reductions:
@@ -71,6 +72,7 @@ class CommContext:
         self.reductions = Reductions()
         self.pools: dict[tuple[str, int], SlotPool] = {}
         self._was_captured = False
+        self._is_in_graph = False  # whether a graph knows addresses of slots
 
     @cached_property
     def lanes(self) -> Lanes:
@@ -81,7 +83,7 @@ class CommContext:
         """The pool of buffers of a kind that ``transport`` transfers."""
         key = (kind, id(transport))
         if key not in self.pools:
-            self.pools[key] = SlotPool(self._device, transport.allocate)
+            self.pools[key] = SlotPool(self._device, transport.allocate, transport.registers_memory)
         return self.pools[key]
 
     def forget_marks_at_capture(self) -> bool:
@@ -94,4 +96,19 @@ class CommContext:
             self.reductions.forget_marks()
         for pool in self.pools.values():
             pool.forget_marks()
+            if not CAN_SWAP_MEMORY:
+                pool.drop()  # a graph and what runs outside of it would free the memory of each other
         return True
+
+    def give_back_memory(self) -> None:
+        """Give large memory of a device that is not in use to its allocator, unless a captured graph knows it."""
+        if is_host(self._device):
+            return
+        if is_capturing(self._device):
+            self._is_in_graph = SHARED.is_in_graph = True
+        if not self._is_in_graph:  # as on all ranks, which must agree on what is still in slots
+            for pool in self.pools.values():
+                if not pool.stays:
+                    pool.drop(LARGE)
+        if not SHARED.is_in_graph:
+            SHARED.drop(LARGE)

@@ -230,6 +230,7 @@ class Schedule:
             if unit.to_run:  # modules of a list that have not run, or of a unit whose error the model caught
                 unit.end_forward(self)
         checks.check_stale_writes(self._groups)
+        self.comm.give_back_memory()  # the loss comes next, when activations need most
 
     def prefetch_forward(self, unit: Scheduled) -> None:
         """Gather ahead the groups that follow those of ``unit``."""
@@ -343,6 +344,7 @@ class Schedule:
             for group in self.groups():
                 self.inspect(group, True)
         self._forget_step()
+        self.comm.give_back_memory()
 
     def _forget_step(self) -> None:
         """Forget the step: it has ended, or an error cut it short."""
