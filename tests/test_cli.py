@@ -13,6 +13,17 @@ import fullshard
 from fullshard import cli
 
 
+def test_env_goes_on_where_two_ranks_cannot_be_tried(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a process began\nDuplicate GPU detected")
+
+    monkeypatch.setattr(torch.multiprocessing, "spawn", fail)
+    assert cli.main(["env"]) == 0
+    assert "unknown, as two ranks could not be tried: Duplicate GPU detected" in capsys.readouterr().out
+
+
 def test_env_says_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_transport", lambda device: f"a transport on {device}")
     monkeypatch.setenv("FULLSHARD_TRANSPORT", "p2p")

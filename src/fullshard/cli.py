@@ -117,7 +117,11 @@ def _env(_: argparse.Namespace) -> int:
 def _transport(device: torch.device) -> str:
     """The transport that two ranks on this machine would use, and why."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_write_transport, (folder, device), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
+        try:
+            torch.multiprocessing.spawn(_write_transport, (folder, device), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
+        except Exception as error:  # such as two ranks on the one GPU of a machine
+            if not Path(folder, "transport").exists():
+                return f"unknown, as two ranks could not be tried: {str(error).strip().splitlines()[-1]}"
         return Path(folder, "transport").read_text()
 
 

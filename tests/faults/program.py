@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard.optim import LocalSteps
+from tests.simulated import simulated
 
 #: What may go wrong on one rank.
 FAULTS = ("none", "delay", "raise", "kill", "between", "stop", "swap", "leave", "skip", "early", "more")
@@ -49,6 +50,7 @@ class Case:
         in_backward: whether at that block in backward, where the fault can be done there.
         store_with_rank_0: whether the store dies with rank 0, as without a launcher.
         wire: whether messages are letters (of ``fully_shard``), in which nothing is encoded: losses stay as close.
+        on_device: whether the CPU is taken for a device with streams.
     """
 
     seed: int
@@ -64,6 +66,7 @@ class Case:
     in_backward: bool
     store_with_rank_0: bool = False
     wire: bool = False
+    on_device: bool = False
     steps: int = 4
 
 
@@ -89,6 +92,9 @@ def random_case(seed: int) -> Case:
         choose.random() < 0.25,
         choose.random() < 0.3,
     )
+    # On a device, ranks that part are told one pass later.
+    if case.transport == "collective" and case.front_end != "local" and case.fault not in DIFFERENT:
+        case = replace(case, on_device=random.Random(f"device of {seed}").random() < 0.4)
     return replace(case, fault="between") if case.front_end == "local" and case.fault in DIFFERENT else case
 
 
@@ -241,7 +247,7 @@ def run_rank(case: Case, rank: int, port: int, folder: str) -> None:
     losses: list[float] = []
     error, at = "", 0.0
     try:
-        with _joined(case, rank, port):
+        with _joined(case, rank, port), simulated("checked") if case.on_device else nullcontext():
             losses.extend(train(case, rank))
             at = time.monotonic()
             # as a program does that saves its model: ranks that are done wait for the others

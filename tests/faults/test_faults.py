@@ -38,7 +38,9 @@ def test_a_fault_of_each_kind() -> None:
 def test_a_rank_that_comes_after_another_was_killed_is_told_by_what_it_sends() -> None:
     """It never waits: its first call of the backend fails."""
     killed = replace(ONE, fault="between", transport="p2p")
-    others = [replace(killed, wire=True), replace(killed, front_end="local"), replace(killed, transport="collective")]
+    on_collectives = replace(killed, transport="collective")
+    others = [replace(killed, wire=True), replace(killed, front_end="local"), on_collectives]
+    others.append(replace(on_collectives, on_device=True))
     check([killed, *others])
 
 

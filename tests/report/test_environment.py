@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from fullshard.device import META
+from fullshard.report import environment
 from fullshard.report.environment import Facts, _judge_pairs, _settings, _threads
+from tests.harness import World, ranks
 
 
 def fact(rank: int = 0, **known: Any) -> Facts:
@@ -63,3 +67,12 @@ def test_slow_pairs_are_told_the_slowest_first_and_one_rank_is_blamed_for_severa
     assert check.advice == "Check their hosts and network."
     (check,) = _judge_pairs(pairs_of(6, ((0, 1), (1, 3))), 6)
     assert check.advice == "Check the host and the network of rank 1."
+
+
+@ranks(2)
+def test_messages_of_gloo_come_from_the_host(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the address of a device's tensor as one of the host, which ends the process."""
+    monkeypatch.setattr(environment, "backend_name", lambda group, device: "gloo")
+    assert dist.group.WORLD is not None
+    (check,) = environment._pairs(dist.group.WORLD, META, [0, 1])
+    assert check.result == "ok"

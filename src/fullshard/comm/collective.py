@@ -180,8 +180,11 @@ class _CollectiveRoute:
                 pending.works += [together(outputs, inputs)] if together else map(collective, outputs, inputs)
                 pending.started += [(call, targets, scaling.after)]
         except BaseException as error:
-            with suppress(RuntimeError):
-                pending.finish()  # what was started writes to the buffers
+            if any(pending.works):
+                with suppress(RuntimeError):
+                    pending.finish()  # what was started writes to the buffers
+            elif lease is not NO_LEASE:
+                lease.give_back()
             if isinstance(error, RuntimeError):
                 raise lost(self._wait, error) from error
             raise
@@ -207,7 +210,7 @@ class _CollectiveRoute:
                 collective, together = reduce_scatter_over(group, scaling.op, by_host)
             if isinstance(comm, BackendMemory):
                 collective = partial(comm.call, collective)
-            collective = collective if by_host else partial(_one_at_a_time, collective)
+            collective = collective if by_host else partial(_one_at_a_time, self._wait, collective)
             is_launch = backend in _LAUNCHES_TOGETHER and not messages.is_single
             self._collectives.append((collective, together if is_launch else None, scaling))
 
@@ -322,10 +325,16 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(tensor.dtype.to_real()) if tensor.is_complex() else tensor
 
 
-def _one_at_a_time(collective: Collective, output: torch.Tensor, source: torch.Tensor) -> None:
-    """Start a collective on a device, and let its stream wait: not every backend tells several that run apart."""
-    if (work := collective(output, source)) is not None:
-        work.wait()
+def _one_at_a_time(wait: Wait, collective: Collective, output: torch.Tensor, source: torch.Tensor) -> None:
+    """Start a collective on a device, and let its stream wait: not every backend tells several that run apart. With
+    gloo, the host waits."""
+    WAITS.current = wait
+    WAITS.count += 1
+    try:
+        if (work := collective(output, source)) is not None:
+            work.wait()
+    finally:
+        WAITS.current = None
 
 
 class _SumInPlace(dist.Work):

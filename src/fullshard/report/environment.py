@@ -27,7 +27,7 @@ import fullshard
 from fullshard.comm.process_group import backend_name, gather_objects
 from fullshard.comm.select import choose_transport
 from fullshard.comm.waits import waiting
-from fullshard.device import compute_device, is_host
+from fullshard.device import CPU, compute_device, is_host
 from fullshard.disk.file import DiskFile
 from fullshard.report.text import bytes_text, percent, seconds_text, table
 
@@ -338,6 +338,8 @@ def _pairs(process_group: dist.ProcessGroup, device: torch.device, ranks: Sequen
     me, size = process_group.rank(), process_group.size()
     if size == 1:
         return [Check("network", "not checked", "There is one rank.")]
+    if backend_name(process_group, device) == "gloo":  # it sends messages only from the memory of the host
+        device = CPU
     mine: dict[tuple[int, int], tuple[float, float]] = {}
     small, large = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in (1, _NBYTES))
     for pairs, _ in zip(_rounds(size), range(_ROUNDS), strict=False):

@@ -236,11 +236,11 @@ class _Comparison:
         self._every = torch.empty(self.process_group.size() * len(said), dtype=torch.int64, device=CPU)
         self._event: torch.Event | None = None
         streams = streams_of(device)
-        if streams is None:
-            with waiting(f"the comparison after a {self.kind}", self.process_group):
+        with waiting(f"the comparison after a {self.kind}", self.process_group):
+            if streams is None:
                 self._work = all_gather_single(self._every, mine, group=self.process_group, async_op=True)
-        else:
-            lane.run(partial(self._start_on, device, streams, mine), after=())
+            else:
+                lane.run(partial(self._start_on, device, streams, mine), after=())
 
     def _start_on(self, device: torch.device, streams: Streams, mine: torch.Tensor) -> Pending:
         """Compare on a device, in the current stream."""
