@@ -159,7 +159,7 @@ def _redirect(rank: int, size: int, backends: str) -> None:
                 setattr(module, name, by_id[id(value)])
 
 
-class _Store(dist.Store):
+class _Store(dist.Store):  # type: ignore[name-defined]
     """A store in which nobody else writes: a wait for what is not there would last forever, and is an error."""
 
     def __init__(self, rank: int) -> None:
@@ -221,7 +221,10 @@ class _Work(dist.Work):
         return True
 
 
-class _PythonNetwork(dist.ProcessGroup):
+_Group: Any = dist.ProcessGroup  # its names differ between releases
+
+
+class _PythonNetwork(_Group):
     """The process group of a machine without a compiler: like ``network.cpp``, but its calls take the host longer."""
 
     latency, bandwidth, seconds_waited, seconds_called = 0.0, 1e9, 0.0, 0.0
@@ -247,7 +250,9 @@ class _PythonNetwork(dist.ProcessGroup):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._rank, self._size = rank, size
-        self._free, self._end, self._stream = 0.0, None, None  # of the link, by the host's clock and on the device
+        self._free = 0.0  # when the link has carried everything, by the host's clock
+        self._end: torch.Event | None = None  # the same on the device
+        self._stream: torch.cuda.Stream | None = None
         self._sent: dict[int, torch.Tensor] = {}
 
     def getBackendName(self) -> str:
@@ -300,7 +305,8 @@ class _PythonNetwork(dist.ProcessGroup):
         if is_async:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(current)
-        with torch.cuda.stream(stream := self._stream if is_async else current):
+        stream = self._stream if is_async and self._stream else current
+        with torch.cuda.stream(stream):
             if self._end is not None and not torch.cuda.is_current_stream_capturing():
                 stream.wait_event(self._end)
             device_sleep(int(seconds * self.clock_rate))
