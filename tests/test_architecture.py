@@ -58,6 +58,7 @@ LAYERS = (
     ),
     ("compat", "interop"),
     ("checkpoint", "report"),
+    ("rehearsal",),
     ("cli", "__main__"),
 )
 

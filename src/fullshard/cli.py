@@ -25,6 +25,7 @@ import fullshard
 from fullshard.checkpoint.commands import add_commands
 from fullshard.comm.select import choose_transport
 from fullshard.compat.patch import patch_and_report
+from fullshard.rehearsal.command import add_rehearse
 from fullshard.report.commands import add_explain, add_fit
 from fullshard.report.doctor import add_doctor
 
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     env.set_defaults(call=_env)
     add_explain(commands.add_parser("explain", help="say what sharding would do to a model, on any number of ranks"))
     add_fit(commands.add_parser("fit", help="choose how to shard a model so that a step fits into memory"))
+    add_rehearse(commands.add_parser("rehearse", help="run a program as one rank of many, over a simulated network"))
     add_doctor(commands.add_parser("doctor", help="start a job, check its first steps, and say what is wrong with it"))
     add_commands(commands.add_parser("checkpoint", help="list, check, show, convert and compare checkpoints"))
     options = parser.parse_args(arguments)

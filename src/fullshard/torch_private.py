@@ -321,9 +321,11 @@ foreach_scale: Callable[[Tensors, torch.Tensor], None] = torch._foreach_mul_  # 
 #: Named so since torch 2.13, where the older names, the only ones until then, warn at every call.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# What these functions call. They check arguments, which takes as long as to copy a group of small parameters.
-_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
-_reduce_scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
+# The methods that these functions call, which check arguments for as long as a group of small parameters is copied.
+_GATHER, _REDUCE_SCATTER = (
+    new if hasattr(dist.ProcessGroup, new) else old
+    for new, old in (("all_gather_single", "_allgather_base"), ("reduce_scatter_single", "_reduce_scatter_base"))
+)
 
 #: Communicates its second argument and writes the result to its first. The caller waits for the work that it returns.
 Collective = Callable[[torch.Tensor, torch.Tensor], dist.Work | None]
@@ -335,14 +337,15 @@ def all_gather_over(group: dist.ProcessGroup, async_op: bool) -> tuple[Collectiv
     """``all_gather_single`` of plain tensors, outside of coalescing, for many calls; and of several in one call."""
     options = AllgatherOptions()
     options.asyncOp = async_op
-    return partial(_gather, group, opts=options), partial(group.allgather_into_tensor_coalesced, opts=options)
+    return partial(getattr(group, _GATHER), opts=options), partial(group.allgather_into_tensor_coalesced, opts=options)
 
 
 def reduce_scatter_over(group: dist.ProcessGroup, op: Any, async_op: bool) -> tuple[Collective, Collectives]:
     """``reduce_scatter_single`` of plain tensors, outside of coalescing, for many calls; and of several in one call."""
     options = ReduceScatterOptions()
     options.reduceOp, options.asyncOp = op, async_op
-    return partial(_reduce_scatter, group, opts=options), partial(group.reduce_scatter_tensor_coalesced, opts=options)
+    together = partial(group.reduce_scatter_tensor_coalesced, opts=options)
+    return partial(getattr(group, _REDUCE_SCATTER), opts=options), together
 
 
 def premultiplied_sum(factor: float) -> Any:
@@ -392,6 +395,9 @@ def timeout_of(process_group: Any) -> float:
     timeout = getattr(options, "_timeout", None)
     return timeout.total_seconds() if timeout is not None else 1800.0
 
+
+#: Lets the device's current stream wait for so many cycles of its clock. Without it a simulated network takes no time.
+device_sleep: Callable[[int], None] = torch.cuda._sleep
 
 #: The store with which the default process group was initialized.
 default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store

@@ -1,0 +1,1 @@
+"""One process trains as one rank of many, over a simulated network: ``fullshard rehearse``."""
