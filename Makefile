@@ -28,7 +28,7 @@ OTHER := .venv-torch-$(TORCH)
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
 .PHONY: help train finetune hosts test quick test-all test-torch frameworks lint types docs docs-test fuzz mutate bench \
-	bench-gpu clean
+	gpu clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -104,8 +104,8 @@ mutate: $(VENV)/.installed-mutate ## make small changes in FILE=report/text.py, 
 bench: $(VENV)/.installed-bench ## compare with DDP and torch's own FSDP, side by side, some minutes; FULL=1: longer
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(ARGS)
 
-bench-gpu: $(VENV)/.installed-bench ## the same with torch's FSDP2 on a GPU; says so where there is none
-	$(BIN)/python benchmarks/gpu.py $(ARGS)
+gpu: ## the same with torch's FSDP2 on one GPU, at most nine minutes; installs nothing, results go to runs/gpu
+	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
 
 clean: ## remove the environments, the caches and what training wrote
 	rm -rf .venv .venv-torch-* .venv-frameworks runs build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*

@@ -1,239 +1,229 @@
-"""fullshard beside torch's FSDP2 on a machine with a GPU: `python benchmarks/gpu.py`.
+"""fullshard beside torch's FSDP2 on one GPU, in at most nine minutes: `make gpu`.
 
-Both train the same transformer in bf16 in one process, in turns: the time of a step by events of the device, the part
-of its peak that this is, the time that the host takes for a step, what it waits for, memory, and the time of kernels by
-kind. One process is one rank, so that collectives move nothing between GPUs; with `torchrun` there are as many ranks as
-it starts. Several ranks share a GPU where NCCL is 2.30 or newer and NCCL_MULTI_RANK_GPU_ENABLE=1 is set.
+Runs parts in the order of what matters, each in a process of its own with a time limit: the tests in tests/gpu, memory
+and time of steps as one rank of eight over a simulated network, and what `fullshard.explain` predicts beside it. What a
+part has found goes into results.json as it comes, so a run that is cut off keeps what it had; a part that fails does
+not stop the others. It needs nothing but torch and the tree::
 
-Without a GPU it says so, and does nothing. It has never been run on one: its parts are tested on the CPU.
+    PYTHONPATH=src python3 -m benchmarks.gpu --output runs/gpu
+    python3 -m benchmarks.gpu --read runs/gpu/results.json --docs docs/explanation/gpu.md
+    torchrun --nproc-per-node=8 -m benchmarks.gpu --part "1 B, one rank"     several GPUs, a real network
+
+`--tiny` runs tiny sizes on the CPU instead, where figures mean nothing, and leaves tests/gpu out.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import json
 import os
-import statistics
+import signal
+import subprocess
 import sys
 import time
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from tabulate import tabulate
-from torch import nn
 
-# Started as a script, Python looks for modules in this folder, and not where the folder itself is found.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import page
+from benchmarks.gpu_steps import LIBRARIES, Setting, compare, predict
 
-import fullshard
-from benchmarks.models import Work
-
-#: Dense bf16 operations of matrix units in a second, by a part of the name of the GPU.
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
-#: By billions of parameters. Parameters and gradients of the last take 54 GB on one rank.
-SIZES = {
-    1: Work("1 B", blocks=20, width=2048, sequence=2048, vocabulary=32_000),
-    3: Work("3 B", blocks=21, width=3328, sequence=2048, vocabulary=32_000),
-    7: Work("7 B", blocks=32, width=4096, sequence=2048, vocabulary=32_000),
+_SECONDS = 535.0
+_ALL = tuple(LIBRARIES)
+_TESTS, _PREDICTIONS = "tests", "predictions"
+#: The settings, in the order in which they run, and the seconds that each may take.
+SETTINGS = {
+    "7 B": (Setting("7 B", libraries=_ALL), 110),
+    "many": (Setting("many", libraries=_ALL), 60),
+    "7 B, recompute": (Setting("7 B", recompute=True), 70),
+    "1 B": (Setting("1 B", libraries=_ALL), 60),
+    "7 B, 45 GB/s": (Setting("7 B", rate=45e9), 80),
+    "1 B, 45 GB/s, int8": (Setting("1 B", rate=45e9, wire="int8", libraries=("fullshard",)), 60),
+    "1 B, 45 GB/s": (Setting("1 B", rate=45e9), 50),
+    "1 B, one rank": (Setting("1 B", ranks=1, libraries=_ALL), 60),
+    "1 B, compiled blocks": (Setting("1 B", compile=True), 80),
+    "1 B, 4 batches a step": (Setting("1 B", accumulate=4), 60),
+    "1 B, offload": (Setting("1 B", offload=True), 60),
+    "7 B, 45 GB/s, int8": (Setting("7 B", rate=45e9, wire="int8", libraries=("fullshard",)), 90),
 }
-#: Groups of 256 MiB, of which the kernels are looked at.
-GROUPS = Work("groups of 256 MiB", blocks=4, width=2368, sequence=128, vocabulary=512)
-LIBRARIES = {"fullshard": fullshard, "torch FSDP2": torch_fsdp, "not sharded": None}
-_WARM_UP = 3
-#: Kinds of kernels, and what their names have in them.
-KINDS = {
-    "collectives": ("nccl",),
-    "copies": ("copy", "memcpy", "cat", "split"),
-    "matrix products": ("gemm", "cutlass", "xmma", "flash", "fmha", "aten::mm", "aten::addmm"),
-}
+#: Predictions take no GPU, and are compared with these settings.
+PREDICTED = ("7 B", "7 B, recompute", "1 B", "many")
+LIMITS = {_TESTS: 120, **{name: limit for name, (_, limit) in SETTINGS.items()}, _PREDICTIONS: 60}
 
 
 @dataclass
-class Trained:
-    """A model on a device, one step of which is measured."""
+class Run:
+    """Runs parts, and keeps in a folder what they have found."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    device: torch.device
+    folder: Path
+    is_tiny: bool
+    begun: float = field(default_factory=time.monotonic)
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def step(self, tokens: torch.Tensor) -> None:
-        self.model(tokens).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def run(self, name: str) -> None:
+        """Runs one part in a process group of its own, which is killed at the part's limit or at that of the run."""
+        part = self.parts[name] = {"status": "running", "found": {}}
+        limit = min(LIMITS[name], _SECONDS - (time.monotonic() - self.begun))
+        if limit < 5:
+            part["status"] = "not run: no time was left"
+            return self._save()
+        print(f"{name} ...", flush=True)
+        lines, log, begun = self.folder / "part.jsonl", self.folder / "part.log", time.monotonic()
+        lines.write_text("")
+        command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--output", str(lines)]
+        if name == _TESTS:
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--all", "tests/gpu"]
+        with log.open("wb") as output:
+            child = subprocess.Popen(
+                [*command, *(["--tiny"] if self.is_tiny else [])], stdout=output, stderr=output, start_new_session=True
+            )
+        code = None
+        try:
+            while code is None and time.monotonic() - begun < limit:
+                try:
+                    code = child.wait(1)
+                except subprocess.TimeoutExpired:
+                    self._collect(part, lines)
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        said = log.read_text(errors="replace")
+        errors = [f"{library}: {each['error']}" for library, each in self._collect(part, lines) if "error" in each]
+        part["status"] = "; ".join(errors) or ("ok" if code == 0 else f"ended with {code}")
+        if code is None:
+            part["status"] = f"stopped after {limit:.0f} s"
+        if name == _TESTS:
+            part["found"] = {"tests": {"summary": said.strip().rpartition("\n")[2]}}
+        part |= {"seconds": round(time.monotonic() - begun, 1)} | (
+            {} if part["status"] == "ok" else {"log": said[-6000:]}
+        )
+        print(f"  {part['status'][:300]}, {part['seconds']} s", flush=True)
+        self._save()
 
+    def _collect(self, part: dict[str, Any], lines: Path) -> list[tuple[str, Any]]:
+        """Takes over what the process of a part has found so far; the last line may not be whole yet."""
+        whole = lines.read_text().rpartition("\n")[0]
+        if len(found := dict(json.loads(line) for line in whole.splitlines())) != len(part["found"]):
+            part["found"] = found
+            self._save()
+        return list(found.items())
 
-def train(library: Any, work: Work, device: torch.device) -> Trained:
-    """The model of a work, in bf16, sharded by a library that has torch's names or by none."""
-    with device:
-        model = work.build()
-    if library is None:
-        return Trained(model.bfloat16(), torch.optim.SGD(model.parameters(), 1e-4, foreach=True), device)
-    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (*model.blocks, model):
-        library.fully_shard(module, mesh=mesh, mp_policy=policy)
-    return Trained(model, torch.optim.SGD(model.parameters(), 1e-4, foreach=True), device)
-
-
-def timed(step: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Seconds that the device takes for a step, and the host until it has asked for all of it."""
-    if device.type == "cpu":
-        begin = time.perf_counter()
-        step()
-        return (seconds := time.perf_counter() - begin), seconds
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    events[0].record()
-    step()
-    events[1].record()
-    asked = time.perf_counter() - begin
-    events[1].synchronize()
-    return events[0].elapsed_time(events[1]) / 1e3, asked
-
-
-def operations(work: Work) -> float:
-    """Floating-point operations of a step of one rank: products with each parameter, and causal attention."""
-    inside = work.blocks * 12 * work.width**2 + work.vocabulary * work.width
-    return work.sequence * (6.0 * inside + 6.0 * work.blocks * work.sequence * work.width)
-
-
-def synchronizations(step: Callable[[], object], device: torch.device) -> int:
-    """How often the host waits in a step, as torch's own check of synchronizing operations sees it."""
-    if device.type == "cpu":
-        return 0
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(each.message) for each in caught)
-
-
-def kernels(step: Callable[[], object], device: torch.device, trace: Path | None = None) -> dict[str, float]:
-    """Seconds of kernels in a step by kind (on the CPU: of operations); a trace of it goes to ``trace``."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type != "cpu":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
-        step()
-        if device.type != "cpu":
-            torch.cuda.synchronize(device)
-    if trace is not None:
-        profile.export_chrome_trace(str(trace))
-    found: Counter[str] = Counter()
-    for each in profile.key_averages():
-        seconds = each.self_cpu_time_total if device.type == "cpu" else each.self_device_time_total
-        kinds = (kind for kind, names in KINDS.items() if any(name in each.key.lower() for name in names))
-        found[next(kinds, "others")] += seconds / 1e6
-    return {kind: found[kind] for kind in (*KINDS, "others")}
+    def _save(self) -> None:
+        (new := self.folder / "results.json.new").write_text(json.dumps(self.parts, indent=1))
+        new.replace(self.folder / "results.json")
 
 
-def memory(device: torch.device) -> dict[str, float]:
-    """GiB that were allocated at most, and that are allocated and reserved now."""
-    if device.type == "cpu":
-        return {"peak": 0.0, "allocated": 0.0, "reserved": 0.0}
-    peak, now, reserved = (getattr(torch.cuda, name)(device) for name in _MEMORY)
-    return {"peak": peak / 2**30, "allocated": now / 2**30, "reserved": reserved / 2**30}
+def measure_part(name: str, is_tiny: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What a part finds: a library or a prediction, and its figures."""
+    device = torch.device("cpu")
+    if not is_tiny:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device.index)
+    if name != _PREDICTIONS:
+        yield from compare(SETTINGS[name][0], device, 2 if is_tiny else 12, is_tiny)
+        return
+    for each in PREDICTED:
+        try:
+            yield each, predict(SETTINGS[each][0], is_tiny, device.type)
+        except Exception as error:  # as in compare()
+            yield each, {"error": f"{type(error).__name__}: {error}"[:2000]}
 
 
-_MEMORY = ("max_memory_allocated", "memory_allocated", "memory_reserved")
+def tables(parts: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """The parts of the page, as Markdown."""
+    steps = {name: parts[name]["found"] for name in SETTINGS if name in parts}
+    ours, theirs, alone = "fullshard", "torch FSDP2", "not sharded"
+
+    def text(name: str, library: str, what: str, scale: float = 1.0, digits: int = 2) -> str:
+        value = steps.get(name, {}).get(library, {}).get(what)
+        return "" if value is None else f"{value * scale:.{digits}f}"
+
+    def ratio(name: str, library: str, what: str) -> str:
+        over, under = (steps[name].get(each, {}).get(what) for each in (ours, library))
+        return f"{over / under:.2f}" if over and under else ""
+
+    times = [
+        [
+            name,
+            *(text(name, library, "seconds", 1e3, 1) for library in (alone, theirs, ours)),
+            *(ratio(name, theirs, "seconds"), text(name, ours, "host seconds", 1e3, 1)),
+            *(text(name, ours, "bytes", 1e-9), text(name, ours, "synchronizations", 1, 0)),
+        ]
+        for name in steps
+    ]
+    kinds = ("rest GiB", "peak GiB", "reserved GiB")
+    gib = [[name, *(text(name, library, kind) for library in (theirs, ours) for kind in kinds)] for name in steps]
+    streams = [
+        [name, library, lane["stream"], lane["kernels"]]
+        + [f"{lane[f'{what}, seconds'] * 1e3:.1f}" for what in ("busy", "network", "waits")]
+        + [", ".join(f"{gap['seconds'] * 1e3:.1f} before `{gap['before'][:40]}`" for gap in lane["longest waits"][:2])]
+        for name in steps
+        for library, found in steps[name].items()
+        for lane in found.get("streams", ())
+    ]
+    predicted = parts.get(_PREDICTIONS, {"found": {}})["found"]
+    peaks = [
+        [name, *(f"{each[kind]:.2f}" if kind in each else "" for kind in kinds[:2])]
+        + [text(name, ours, kind) for kind in kinds[:2]]
+        for name, each in predicted.items()
+    ]
+    machines = {f"{each['device']}, torch {each['torch']}" for found in steps.values() for each in found.values()}
+    notes = {each["network in Python"] for found in steps.values() for each in found.values()} - {""}
+    run = [f"Measured by `make gpu` on: {'; '.join(sorted(machines))}.", *(f"Simulated in Python: {n}." for n in notes)]
+    run += [f"`tests/gpu`: {parts[_TESTS]['found']['tests']['summary'].strip('= ')}."] if _TESTS in parts else []
+    failed = [f"- {name}: {part['status'][:300]}" for name, part in parts.items() if part["status"] != "ok"]
+    memory_of = [f"{library}, {kind[:-4]}" for library in (theirs, ours) for kind in kinds]
+    return {
+        "run": "\n".join([*run, *(["\nWhat did not end well:\n", *failed] if failed else [])]),
+        "time": _table(["ms a step", alone, theirs, ours, "ratio", "host", "GB sent", "host waits"], times),
+        "memory": _table(["GiB", *memory_of], gib),
+        "streams": _table(["", "", "stream", "kernels", "busy", "network", "waits", "longest waits, ms"], streams),
+        "predictions": _table(["GiB", "rest, predicted", "peak, predicted", "rest", "peak"], peaks),
+    }
 
 
-def measure(
-    library: Any, work: Work, device: torch.device, steps: int, lengths: int, trace: Path | None = None
-) -> dict[str, float]:
-    """What is measured of one library.
-
-    Args:
-        steps: that are timed; the median counts.
-        lengths: further steps, each with another sequence length, after which memory is looked at again.
-        trace: where the trace of a step goes.
-    """
-    trained = train(library, work, device)
-    rank = dist.get_rank()
-    for at in range(_WARM_UP):
-        trained.step(work.batch(rank, at).to(device))
-    if device.type != "cpu":
-        torch.cuda.reset_peak_memory_stats(device)
-    tokens = work.batch(rank, 0).to(device)
-    times = [timed(lambda: trained.step(tokens), device) for _ in range(steps)]
-    seconds, asked = (statistics.median(each) for each in zip(*times, strict=True))
-    found = {"seconds": seconds, "operations/s": operations(work) / seconds}
-    found |= {"host seconds a group": asked / (work.blocks + 1)}
-    found |= {"synchronizations": synchronizations(lambda: trained.step(tokens), device)}
-    found |= {f"{name} GiB": value for name, value in memory(device).items()}
-    found |= {f"{kind}, s": value for kind, value in kernels(lambda: trained.step(tokens), device, trace).items()}
-    for at in range(lengths):
-        other = replace(work, sequence=1 + at * 389 % work.sequence)
-        trained.step(other.batch(rank, at).to(device))
-    return found | {f"{name} GiB, other lengths": value for name, value in memory(device).items()}
-
-
-def compare(work: Work, device: torch.device, steps: int, lengths: int, traces: Path | None) -> dict[str, Any]:
-    """Each library in turn, with the memory of the one before it given back."""
-    found = {}
-    for name, library in LIBRARIES.items():
-        trace = None if traces is None else traces / f"{work.name}-{name}-{dist.get_rank()}.json".replace(" ", "-")
-        found[name] = measure(library, work, device, steps, lengths, trace)
-        gc.collect()
-        if device.type != "cpu":
-            torch.cuda.empty_cache()
-    return found
-
-
-def table(found: dict[str, Any], peak: float) -> str:
-    """The figures as a table, and the part of ``peak`` (operations in a second) that each reaches if it is known."""
-    rows = [[what, *(each[what] for each in found.values())] for what in next(iter(found.values()))]
-    if peak:
-        rows.insert(1, ["part of the peak", *(each["operations/s"] / peak for each in found.values())])
-    return tabulate(rows, headers=["", *found], floatfmt=".4g")
-
-
-@contextmanager
-def ranks(backend: str) -> Iterator[None]:
-    """A process group: of the ranks that `torchrun` started, or of this process alone."""
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+def _table(headers: list[str], rows: list[list[Any]]) -> str:
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks/gpu.py", description=__doc__)
-    parser.add_argument("--billions", type=int, choices=SIZES, default=1, help="of parameters")
-    parser.add_argument("--steps", type=int, default=20, help="that are timed")
-    parser.add_argument("--lengths", type=int, default=100, help="steps with other sequence lengths")
-    parser.add_argument("--traces", type=Path, help="a folder for a trace of each library")
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", "runs/gpu")), help="a folder")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, on the CPU")
+    parser.add_argument("--part", choices=LIMITS, help="measure one part in this process, and print what it finds")
+    parser.add_argument("--read", type=Path, help="read these results, and measure nothing")
+    parser.add_argument("--docs", type=Path, help="the page whose tables to replace")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("benchmarks/gpu.py needs a GPU that torch.cuda sees, and there is none: nothing was measured")
+    if options.read:
+        parts = tables(json.loads(options.read.read_text()))
+        if options.docs:
+            page.update(options.docs, parts)
+        else:
+            print("\n\n".join(parts.values()))
         return 0
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    name = torch.cuda.get_device_name(device)
-    peak = next((value for part, value in PEAKS.items() if part in name), 0.0)
-    with ranks("nccl"):
-        for work in (SIZES[options.billions], GROUPS):
-            found = compare(work, device, options.steps, options.lengths, options.traces)
-            if dist.get_rank() == 0:
-                print(f"\n{work.name} on {dist.get_world_size()} ranks, {name}, torch {torch.__version__}\n")
-                print(table(found, peak))
-    return 0
+    if not options.tiny and not torch.cuda.is_available():
+        print("benchmarks.gpu needs a GPU that torch.cuda sees, and there is none: nothing was measured")
+        return 0
+    if options.part:
+        for found in measure_part(options.part, options.tiny):
+            if options.output.is_file():
+                with options.output.open("a") as lines:
+                    lines.write(json.dumps(found) + "\n")
+            else:
+                print(json.dumps(found), flush=True)
+        return 0
+    options.output.mkdir(parents=True, exist_ok=True)
+    run = Run(options.output, options.tiny)
+    for name in LIMITS:
+        if name != _TESTS or not options.tiny:
+            run.run(name)
+    (options.output / "page.md").write_text("\n\n".join(tables(run.parts).values()) + "\n")
+    return 0 if all(part["status"] == "ok" for part in run.parts.values()) else 1
 
 
 if __name__ == "__main__":
