@@ -29,7 +29,9 @@ def test_the_command_runs_from_the_tracked_files_alone(tmp_path: Path) -> None:
     without = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OUT")}
     ended = subprocess.run(command, cwd=tmp_path, env=without, capture_output=True, text=True, check=False)
     parts = json.loads((tmp_path / "runs/gpu/results.json").read_text())
-    assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys([*gpu.SETTINGS, "predictions"], "ok")
+    assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(
+        ["network", *gpu.SETTINGS, "predictions"], "ok"
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for name, (setting, _) in gpu.SETTINGS.items():
         found = parts[name]["found"]
@@ -72,10 +74,16 @@ def test_a_part_that_fails_says_how(
 
 
 def test_tables_have_what_was_found_and_what_failed(tmp_path: Path) -> None:
-    lane = {"stream": 7, "kernels": 5, "busy, seconds": 0.2, "network, seconds": 0.0, "waits, seconds": 0.01}
+    lane: dict[str, Any] = {
+        "stream": 7,
+        "kernels": 5,
+        "busy, seconds": 0.2,
+        "network, seconds": 0.0,
+        "waits, seconds": 0.01,
+    }
     lane["longest waits"] = [{"seconds": 0.008, "before": "a kernel"}]
     how = {"device": "H100", "torch": "2.11", "network in Python": ""}
-    found = {"fullshard": {**how, "seconds": 0.3, "peak GiB": 31.5, "streams": [lane]}}
+    found: dict[str, Any] = {"fullshard": {**how, "seconds": 0.3, "peak GiB": 31.5, "streams": [lane]}}
     found["torch FSDP2"] = {**how, "seconds": 0.4}
     parts = {
         "tests": {"status": "ended with 1", "found": {"tests": {"summary": "1 failed"}}},
