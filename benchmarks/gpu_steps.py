@@ -136,7 +136,7 @@ def shard(library: Any, setting: Setting, sizes: Sizes) -> nn.Module:
     model = Transformer(sizes, setting.recompute)
     options: dict[str, Any] = {}
     if setting.offload:
-        options["offload_policy"] = library.CPUOffloadPolicy()
+        options["offload_policy"] = library.CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     if setting.wire and library is fullshard:
         options["wire_policy"] = fullshard.WirePolicy(gather=setting.wire, reduce=setting.wire)
     policy = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
