@@ -18,11 +18,13 @@ The formats int8 and int4 are those of torch's quantized embeddings, whose kerne
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
 from fullshard.device import is_host
+from fullshard.torch_private import foreach_copy
 from fullshard.wire_policy import EncodingName
 
 Factor = float | torch.Tensor  # a power of two: a number on the CPU, and a tensor of one on a device
@@ -101,6 +103,37 @@ class Encoding:
             is_odd = scales < 0
             blocks[is_odd] = self.decode_any(rows[is_odd])
         return blocks.view(-1), float(by)
+
+    def encode_together(
+        self, values: torch.Tensor, numels: Sequence[int], outs: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Factor]:
+        """Encode parcels on a device, by a number of kernels that does not depend on theirs. All get one power of two.
+
+        Args:
+            values: the numbers of all parcels end to end, which are multiplied by the power of two.
+            numels: how many each parcel has.
+            outs: where each is encoded, see :meth:`encode`.
+
+        Returns:
+            the encoded numbers of all parcels, and the inverse of the power of two, as :meth:`decode` returns them.
+        """
+        numel = values.numel()
+        encoded = values.new_empty(self.nbytes(numel), dtype=torch.uint8)
+        self.encode(values, encoded, values)
+        sizes = [each // self.block * self._row for each in numels]
+        parts, tail = encoded[: sum(sizes)].split(sizes), encoded[-_TAIL:]
+        targets = [out[:size] for out, size in zip(outs, sizes, strict=True)]
+        foreach_copy([*targets, *(out[-_TAIL:] for out in outs)], [*parts, *[tail] * len(outs)])
+        return self.decode(encoded, numel)
+
+    def decode_together(self, encoded: Sequence[torch.Tensor], numels: Sequence[int]) -> torch.Tensor:
+        """The numbers of parcels on a device, end to end, by a number of kernels that does not depend on theirs."""
+        parcels = zip(encoded, numels, strict=True)
+        rows = torch.cat([each[: numel // self.block * self._row] for each, numel in parcels])
+        powers = torch.cat([each[-_TAIL : -_TAIL + 4] for each in encoded]).view(torch.float32)
+        blocks = self.decode_any(rows.view(-1, self._row))
+        parcel_of = _repeated(tuple(numel // self.block for numel in numels), blocks.device)
+        return blocks.mul_(powers[parcel_of, None]).view(-1)
 
     def rows(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
         """The blocks of a parcel, as bytes."""
@@ -259,6 +292,17 @@ class Bf16(Encoding):
 
     def decode(self, encoded: torch.Tensor, numel: int) -> tuple[torch.Tensor, Factor]:
         return encoded[: 2 * numel].view(torch.bfloat16).float(), 1.0
+
+    def decode_together(self, encoded: Sequence[torch.Tensor], numels: Sequence[int]) -> torch.Tensor:
+        parcels = zip(encoded, numels, strict=True)
+        return torch.cat([each[: 2 * numel].view(torch.bfloat16) for each, numel in parcels]).float()
+
+
+@lru_cache(maxsize=256)
+def _repeated(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The number 0 so many times, then 1, and so on: made once, since this waits for the device."""
+    with torch.inference_mode(False):
+        return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long)).to(device)
 
 
 def add_scaled(total: torch.Tensor, values: torch.Tensor, factor: Factor) -> None:

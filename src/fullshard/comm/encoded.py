@@ -32,7 +32,7 @@ from fullshard.buffer.slots import SHARED
 from fullshard.comm.sums import Sum, blocks, check_summable, divide_, scratch_bytes
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Wire, alias
 from fullshard.comm.waits import WAITS, Wait
-from fullshard.device import Pending
+from fullshard.device import Pending, is_host
 from fullshard.encodings import add_scaled
 from fullshard.torch_private import Tensors, foreach_copy
 
@@ -216,13 +216,16 @@ class _Exchange:
     def write(self) -> None:
         """Write the letters, and send them."""
         route = self._route
-        if route.gathers:
+        if not is_host(route.device):
+            self._write_together()
+        elif route.gathers:
             self._write(route.rank)
-            for piece in route.own:
-                piece.of_full(self._fulls[piece.section]).copy_(piece.of_shard(route.shards[piece.section]))
         else:
             for distance in range(1, route.size):
                 self._write((route.rank + distance) % route.size)
+        if route.own:
+            wholes = [piece.of_full(self._fulls[piece.section]) for piece in route.own]
+            foreach_copy(wholes, [self._source(piece) for piece in route.own])
         self.mail.close()
 
     def _source(self, piece: Piece) -> torch.Tensor:
@@ -253,8 +256,7 @@ class _Exchange:
         feedback, encoding = route.wire.feedback, route.wire.encoding
         ready = list(letter.messages)
         for piece, start in letter.exact:
-            part = out[start : start + piece.numel * route.dtypes[piece.section].itemsize]
-            part.view(route.dtypes[piece.section]).view(piece.shape).copy_(self._source(piece))
+            _at(out, route.dtypes[piece.section], piece, start).copy_(self._source(piece))
         for parcel in letter.parcels:
             lost = [piece.of_full(feedback.lost[piece.section]) for piece, _ in parcel.pieces] if feedback else []
             encoded, scratch = out[slice(*parcel.span)], self._parcel[: parcel.numel]
@@ -275,6 +277,73 @@ class _Exchange:
         for message in ready:
             self.mail.send(owner, message)
 
+    def _write_together(self) -> None:
+        """Write all letters on a device, by a number of kernels that depends on neither ranks nor parameters."""
+        route, encoding, feedback = self._route, self._route.wire.encoding, self._route.wire.feedback
+        owners = [route.rank] if route.gathers else [rank for rank in range(route.size) if rank != route.rank]
+        exact = [(owner, *each) for owner in owners for each in route.letters[owner].exact]
+        if exact:
+            targets = [
+                _at(self._sent[owner], route.dtypes[piece.section], piece, start) for owner, piece, start in exact
+            ]
+            foreach_copy(targets, [self._source(piece) for _, piece, _ in exact])
+        every = [(owner, parcel) for owner in owners for parcel in route.letters[owner].parcels]
+        joined = _joined([parcel for _, parcel in every])
+        if not every:
+            return
+        lost = [piece.of_full(feedback.lost[piece.section]) for piece, _ in joined.pieces] if feedback else []
+        values = self._gathered(joined, [self._source(piece) for piece, _ in joined.pieces])
+        if lost:
+            values.add_(self._gathered(joined, lost))
+        outs = [self._sent[owner][slice(*parcel.span)] for owner, parcel in every]
+        decoded, inverse = encoding.encode_together(values, [parcel.numel for _, parcel in every], outs)
+        if lost:
+            values.sub_(decoded).mul_(inverse).nan_to_num_(0.0, 0.0, 0.0)
+            foreach_copy(lost, [*_cut(values, joined)])
+
+    def _gathered(self, joined: Parcel, sources: Tensors) -> torch.Tensor:
+        """The numbers of parcels on a device, and the last of each piece repeated to the end of its block."""
+        values = torch.empty(joined.numel, device=self._route.device)
+        foreach_copy([*_cut(values, joined)], sources)
+        ends = tuple(start + piece.numel for piece, start in joined.pieces)
+        gaps, lasts = _gaps(ends, self._route.wire.encoding.block, self._route.device)
+        if len(gaps):
+            values[gaps] = values[lasts]
+        return values
+
+    def _read_together(self) -> None:
+        """Read all letters on a device, as they were written."""
+        route, encoding, feedback = self._route, self._route.wire.encoding, self._route.wire.feedback
+        ranks = [rank for rank in range(route.size) if route.gathers or rank != route.rank]
+        owners = ranks if route.gathers else [route.rank] * len(ranks)
+        every = [
+            (rank, parcel) for rank, owner in zip(ranks, owners, strict=True) for parcel in route.letters[owner].parcels
+        ]
+        exact = [
+            (rank, *each) for rank, owner in zip(ranks, owners, strict=True) for each in route.letters[owner].exact
+        ]
+        if every:
+            parts = [self._received[rank][slice(*parcel.span)] for rank, parcel in every]
+            decoded = encoding.decode_together(parts, [parcel.numel for _, parcel in every])
+        if route.gathers:
+            joined = _joined([parcel for _, parcel in every])
+            targets = [piece.of_full(self._fulls[piece.section]) for piece, _ in joined.pieces]
+            targets += [piece.of_full(self._fulls[piece.section]) for _, piece, _ in exact]
+            sources = [*(_cut(decoded, joined) if every else ()), *(self._exact(*each) for each in exact)]
+            if targets:
+                foreach_copy(targets, sources)
+            return
+        joined = _joined(route.letters[route.rank].parcels)
+        if every:
+            total = self._gathered(joined, [self._source(piece) for piece, _ in joined.pieces])
+            if feedback is not None and feedback.is_loaded:
+                self._add_loaded(total, joined)
+            total.add_(decoded.view(len(ranks), -1).sum(0))
+            divide_(total, self._divisor)
+            targets = [piece.of_shard(self._shards[piece.section]) for piece, _ in joined.pieces]
+            foreach_copy(targets, [*_cut(total, joined)])
+        self._add_up_rest()
+
     def _values(self, parcel: Parcel) -> torch.Tensor:
         """The numbers of a parcel, where they lie if that is one run of them."""
         (piece, _), *others = parcel.pieces
@@ -287,6 +356,8 @@ class _Exchange:
     def _read(self) -> None:
         """Decode the letters that come."""
         self.mail.wait()
+        if not is_host(self._route.device):
+            return self._read_together()
         route, encoding = self._route, self._route.wire.encoding
         for rank, letter in enumerate(route.letters) if route.gathers else ():
             if rank == route.rank:
@@ -302,8 +373,7 @@ class _Exchange:
 
     def _exact(self, rank: int, piece: Piece, start: int) -> torch.Tensor:
         """A piece that came as it is."""
-        dtype = self._route.dtypes[piece.section]
-        return self._received[rank][start : start + piece.numel * dtype.itemsize].view(dtype).view(piece.shape)
+        return _at(self._received[rank], self._route.dtypes[piece.section], piece, start)
 
     def _add_up(self, letter: Letter) -> None:
         """Write the sums of this rank's own gradients and of those that came."""
@@ -312,17 +382,27 @@ class _Exchange:
         for parcel in letter.parcels:
             total = self._fill(parcel)
             if feedback is not None and feedback.is_loaded:
-                for (piece, _), each in zip(parcel.pieces, _cut(total, parcel), strict=True):
-                    each.add_(own := piece.of_full(feedback.lost[piece.section]))
-                    own.zero_()
+                self._add_loaded(total, parcel)
             for rank in others:
                 add_scaled(total, *encoding.decode(self._received[rank][slice(*parcel.span)], parcel.numel))
             divide_(total, self._divisor)
             targets = [piece.of_shard(self._shards[piece.section]) for piece, _ in parcel.pieces]
             foreach_copy(targets, [*_cut(total, parcel)])
-        if feedback is not None:
-            feedback.is_loaded = False
-        for piece, start in letter.exact:
+        self._add_up_rest()
+
+    def _add_loaded(self, total: torch.Tensor, parcel: Parcel) -> None:
+        """Add what a checkpoint had, once."""
+        assert self._route.wire.feedback is not None
+        for (piece, _), each in zip(parcel.pieces, _cut(total, parcel), strict=True):
+            each.add_(own := piece.of_full(self._route.wire.feedback.lost[piece.section]))
+            own.zero_()
+
+    def _add_up_rest(self) -> None:
+        """Write the sums of what came as it is."""
+        route = self._route
+        if route.wire.feedback is not None:
+            route.wire.feedback.is_loaded = False
+        for piece, start in route.letters[route.rank].exact:
             dtypes = route.dtypes[piece.section], route.shard_dtypes[piece.section]
             for block in blocks(piece):
                 at = start + (block.shard_start - piece.shard_start) * dtypes[0].itemsize
@@ -365,6 +445,30 @@ class _Threads:
 
 _threads = _Threads()
 os.register_at_fork(after_in_child=_threads.__init__)  # type: ignore[misc]
+
+
+def _at(letter: torch.Tensor, dtype: torch.dtype, piece: Piece, start: int) -> torch.Tensor:
+    """A piece in a letter that has it as it is."""
+    return letter[start : start + piece.numel * dtype.itemsize].view(dtype).view(piece.shape)
+
+
+def _joined(parcels: Sequence[Parcel]) -> Parcel:
+    """Parcels end to end, as if they were one."""
+    starts = [*accumulate((parcel.numel for parcel in parcels), initial=0)]
+    pieces = (
+        (piece, at + start) for at, parcel in zip(starts, parcels, strict=False) for piece, start in parcel.pieces
+    )
+    return Parcel(tuple(pieces), starts[-1], (0, 0))
+
+
+@lru_cache(maxsize=256)
+def _gaps(ends: tuple[int, ...], block: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is left of the blocks in which pieces end, and the last number before each: made once, since this waits for
+    the device."""
+    gaps = [at for end in ends for at in range(end, end + -end % block)]
+    lasts = [end - 1 for end in ends for _ in range(-end % block)]
+    with torch.inference_mode(False):
+        return torch.tensor(gaps, dtype=torch.long).to(device), torch.tensor(lasts, dtype=torch.long).to(device)
 
 
 def _cut(values: torch.Tensor, parcel: Parcel) -> Iterator[torch.Tensor]:
