@@ -29,7 +29,7 @@ from fullshard.buffer.messages import vectors, zero_copy_in
 from fullshard.buffer.plan import Piece, Plan
 from fullshard.buffer.sections import align
 from fullshard.buffer.slots import SHARED
-from fullshard.comm.sums import Sum, blocks, check_summable, divide_, scratch_bytes
+from fullshard.comm.sums import SUM_DTYPES, Sum, blocks, check_summable, divide_, scratch_bytes
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Wire, alias
 from fullshard.comm.waits import WAITS, Wait
 from fullshard.device import Pending, is_host
@@ -342,7 +342,22 @@ class _Exchange:
             divide_(total, self._divisor)
             targets = [piece.of_shard(self._shards[piece.section]) for piece, _ in joined.pieces]
             foreach_copy(targets, [*_cut(total, joined)])
-        self._add_up_rest()
+        if feedback is not None:
+            feedback.is_loaded = False
+        for dtype in {route.dtypes[piece.section] for _, piece, _ in exact}:
+            self._add_up_exact([each for each in exact if route.dtypes[each[1].section] == dtype], len(ranks))
+
+    def _add_up_exact(self, letters: Sequence[tuple[int, Piece, int]], count: int) -> None:
+        """Write the sums of parts of one dtype that came from so many other ranks as they are."""
+        pieces = [piece for _, piece, _ in letters[: len(letters) // count]]
+        terms = [*map(self._source, pieces), *(self._exact(*each) for each in letters)]
+        sum_dtype = SUM_DTYPES[terms[0].dtype]
+        values = torch.empty(sum(term.numel() for term in terms), dtype=sum_dtype, device=self._route.device)
+        foreach_copy(list(map(torch.Tensor.view_as, values.split([term.numel() for term in terms]), terms)), terms)
+        divide_(total := values.view(count + 1, -1).sum(0), self._divisor)
+        targets = [piece.of_shard(self._shards[piece.section]) for piece in pieces]
+        sums = total.split([piece.numel for piece in pieces])
+        foreach_copy(targets, list(map(torch.Tensor.view_as, sums, targets)))
 
     def _values(self, parcel: Parcel) -> torch.Tensor:
         """The numbers of a parcel, where they lie if that is one run of them."""
@@ -388,21 +403,9 @@ class _Exchange:
             divide_(total, self._divisor)
             targets = [piece.of_shard(self._shards[piece.section]) for piece, _ in parcel.pieces]
             foreach_copy(targets, [*_cut(total, parcel)])
-        self._add_up_rest()
-
-    def _add_loaded(self, total: torch.Tensor, parcel: Parcel) -> None:
-        """Add what a checkpoint had, once."""
-        assert self._route.wire.feedback is not None
-        for (piece, _), each in zip(parcel.pieces, _cut(total, parcel), strict=True):
-            each.add_(own := piece.of_full(self._route.wire.feedback.lost[piece.section]))
-            own.zero_()
-
-    def _add_up_rest(self) -> None:
-        """Write the sums of what came as it is."""
-        route = self._route
-        if route.wire.feedback is not None:
-            route.wire.feedback.is_loaded = False
-        for piece, start in route.letters[route.rank].exact:
+        if feedback is not None:
+            feedback.is_loaded = False
+        for piece, start in letter.exact:
             dtypes = route.dtypes[piece.section], route.shard_dtypes[piece.section]
             for block in blocks(piece):
                 at = start + (block.shard_start - piece.shard_start) * dtypes[0].itemsize
@@ -411,6 +414,13 @@ class _Exchange:
                     for rank in range(route.size)
                 ]
                 Sum(block, terms, *dtypes, self._lease).write(self._shards, self._divisor)
+
+    def _add_loaded(self, total: torch.Tensor, parcel: Parcel) -> None:
+        """Add what a checkpoint had, once."""
+        assert self._route.wire.feedback is not None
+        for (piece, _), each in zip(parcel.pieces, _cut(total, parcel), strict=True):
+            each.add_(own := piece.of_full(self._route.wire.feedback.lost[piece.section]))
+            own.zero_()
 
 
 class _Threads:
