@@ -69,16 +69,15 @@ class Encoding:
         """
         blocks, rows = scratch.view(-1, self.block), self.rows(out, values.numel())
         tail = out[-_TAIL : -_TAIL + 4].view(torch.float32)
-        largest = torch.maximum(values.amax(), -values.amin())
         if not is_host(values.device):
-            largest = torch.where(largest.isfinite(), largest, _finite(values).abs().amax())
-            exponent = (self._exponent - torch.frexp(largest)[1]).clamp(-_MOST, _MOST)
-            by = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
+            largest = torch.linalg.vector_norm(_finite(values), math.inf)
+            exponent = torch.rsub(torch.frexp(largest)[1], self._exponent).clamp_(-_MOST, _MOST)
+            by = exponent.add_(127).bitwise_left_shift_(23).view(torch.float32)  # two to this power
             torch.mul(values, by, out=scratch)
-            tail.copy_(1 / by)
+            torch.reciprocal(by, out=tail[0])
             self.encode_any(blocks, rows)
             return False
-        highest = float(largest)
+        highest = float(torch.maximum(values.amax(), -values.amin()))
         is_finite = math.isfinite(highest)
         if not is_finite:
             highest = float(_finite(values).abs().amax())
@@ -190,27 +189,25 @@ class _Integers(Encoding):
         return decoded
 
     def encode_any(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
-        finite = blocks.isfinite()
-        is_odd, scales = ~finite.all(1, keepdim=True), self._scales(rows)
-        scales[:, 1:] = _finite(blocks.where(finite, math.inf).amin(1, keepdim=True))
-        low = scales[:, 1:].float()
-        high = _finite(blocks.where(finite, -math.inf).amax(1, keepdim=True))
-        marks = torch.where(is_odd, _MARKS, 0)
+        finite, scales = _finite(blocks), self._scales(rows)
+        is_number = blocks == finite
+        is_plain = is_number.all(-1, keepdim=True)
+        scales[:, 1:] = _finite(torch.where(is_number, blocks, math.inf).amin(-1, keepdim=True))
+        high = _finite(torch.where(is_number, blocks, -math.inf).amax(-1, keepdim=True))
+        low, marks = scales[:, 1:].float(), torch.rsub(is_plain.float(), _MARKS, alpha=_MARKS)
         scale = ((high - low) / (self._levels - marks)).to(self._scale_dtype)
-        scale = torch.where(scale > 0, scale, 1)
-        scales[:, :1] = torch.where(is_odd, -scale, scale)
-        codes = ((blocks - low) / scale.float()).round_() + marks
-        codes = codes.clamp_(marks, torch.full_like(codes, self._levels))
-        for code, mark in enumerate((blocks == -math.inf, blocks == math.inf, blocks.isnan())):
-            codes = torch.where(mark, code, codes)
-        self._set_codes(rows, codes.to(torch.uint8))
+        scale = scale.masked_fill_(scale <= 0, 1)
+        scales[:, :1] = torch.where(is_plain, scale, -scale)
+        codes = (finite.sub_(low)).div_(scale.float()).round_().add_(marks).clamp_(max=self._levels)
+        torch.maximum(codes, marks, out=codes)
+        self._set_codes(rows, torch.where(is_number, codes, blocks.nan_to_num(2, 1, 0)).to(torch.uint8))
 
     def decode_any(self, rows: torch.Tensor) -> torch.Tensor:
         codes, (scale, low) = self._codes(rows).float(), self._scales(rows).float().split(1, 1)
-        is_odd = scale < 0
-        blocks = torch.addcmul(low, codes - torch.where(is_odd, _MARKS, 0), scale.abs())
+        codes = codes.add_(scale < 0, alpha=-_MARKS)
+        blocks = torch.addcmul(low, codes, scale.abs())
         for code, value in enumerate((-math.inf, math.inf, math.nan)):
-            blocks = torch.where(is_odd & (codes == code), value, blocks)
+            blocks.masked_fill_(codes == code - _MARKS, value)
         return blocks
 
 
