@@ -43,6 +43,8 @@ class Encoding:
 
     #: The largest number of a parcel is brought between this power of two and half of it.
     _exponent = 0
+    #: Of decoded numbers.
+    dtype = torch.float32
 
     def __init__(self, block: int) -> None:
         self.block = block
@@ -105,7 +107,7 @@ class Encoding:
 
     def encode_together(
         self, values: torch.Tensor, numels: Sequence[int], outs: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, Factor]:
+    ) -> torch.Tensor:
         """Encode parcels on a device, by a number of kernels that does not depend on theirs. All get one power of two.
 
         Args:
@@ -114,16 +116,15 @@ class Encoding:
             outs: where each is encoded, see :meth:`encode`.
 
         Returns:
-            the encoded numbers of all parcels, and the inverse of the power of two, as :meth:`decode` returns them.
+            all of them as one parcel.
         """
-        numel = values.numel()
-        encoded = values.new_empty(self.nbytes(numel), dtype=torch.uint8)
+        encoded = values.new_empty(self.nbytes(values.numel()), dtype=torch.uint8)
         self.encode(values, encoded, values)
         sizes = [each // self.block * self._row for each in numels]
         parts, tail = encoded[: sum(sizes)].split(sizes), encoded[-_TAIL:]
         targets = [out[:size] for out, size in zip(outs, sizes, strict=True)]
         foreach_copy([*targets, *(out[-_TAIL:] for out in outs)], [*parts, *[tail] * len(outs)])
-        return self.decode(encoded, numel)
+        return encoded
 
     def decode_together(self, encoded: Sequence[torch.Tensor], numels: Sequence[int]) -> torch.Tensor:
         """The numbers of parcels on a device, end to end, by a number of kernels that does not depend on theirs."""
@@ -293,6 +294,25 @@ class Bf16(Encoding):
     def decode_together(self, encoded: Sequence[torch.Tensor], numels: Sequence[int]) -> torch.Tensor:
         parcels = zip(encoded, numels, strict=True)
         return torch.cat([each[: 2 * numel].view(torch.bfloat16) for each, numel in parcels]).float()
+
+
+class Unencoded(Encoding):
+    """Numbers as they are, to add them up like others. They are only decoded, and only on a device.
+
+    Args:
+        source: their dtype.
+        dtype: in which to add them up.
+    """
+
+    def __init__(self, source: torch.dtype, dtype: torch.dtype) -> None:
+        self._source, self.dtype = source, dtype
+        super().__init__(block=1)
+
+    def _bytes_of_block(self) -> int:
+        return self._source.itemsize
+
+    def decode_together(self, encoded: Sequence[torch.Tensor], numels: Sequence[int]) -> torch.Tensor:
+        return torch.cat([each.view(self._source) for each in encoded]).to(self.dtype)
 
 
 @lru_cache(maxsize=256)
