@@ -29,7 +29,7 @@ LAYERS = (
     ),
     ("buffer.plan",),
     ("device",),
-    ("encodings",),
+    ("encodings", "encoded_tensors"),
     ("buffer",),
     ("disk",),
     ("comm",),

@@ -18,11 +18,13 @@ The formats int8 and int4 are those of torch's quantized embeddings, whose kerne
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
 from fullshard.device import is_host
+from fullshard.torch_private import foreach_copy
 from fullshard.wire_policy import EncodingName
 
 Factor = float | torch.Tensor  # a power of two: a number on the CPU, and a tensor of one on a device
@@ -41,6 +43,8 @@ class Encoding:
 
     #: The largest number of a parcel is brought between this power of two and half of it.
     _exponent = 0
+    #: Of decoded numbers.
+    dtype = torch.float32
 
     def __init__(self, block: int) -> None:
         self.block = block
@@ -67,16 +71,15 @@ class Encoding:
         """
         blocks, rows = scratch.view(-1, self.block), self.rows(out, values.numel())
         tail = out[-_TAIL : -_TAIL + 4].view(torch.float32)
-        largest = torch.maximum(values.amax(), -values.amin())
         if not is_host(values.device):
-            largest = torch.where(largest.isfinite(), largest, _finite(values).abs().amax())
-            exponent = (self._exponent - torch.frexp(largest)[1]).clamp(-_MOST, _MOST)
-            by = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
+            largest = torch.linalg.vector_norm(_finite(values), math.inf)
+            exponent = torch.rsub(torch.frexp(largest)[1], self._exponent).clamp_(-_MOST, _MOST)
+            by = exponent.add_(127).bitwise_left_shift_(23).view(torch.float32)  # two to this power
             torch.mul(values, by, out=scratch)
-            tail.copy_(1 / by)
+            torch.reciprocal(by, out=tail[0])
             self.encode_any(blocks, rows)
             return False
-        highest = float(largest)
+        highest = float(torch.maximum(values.amax(), -values.amin()))
         is_finite = math.isfinite(highest)
         if not is_finite:
             highest = float(_finite(values).abs().amax())
@@ -101,6 +104,36 @@ class Encoding:
             is_odd = scales < 0
             blocks[is_odd] = self.decode_any(rows[is_odd])
         return blocks.view(-1), float(by)
+
+    def encode_together(
+        self, values: torch.Tensor, numels: Sequence[int], outs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Encode parcels on a device, by a number of kernels that does not depend on theirs. All get one power of two.
+
+        Args:
+            values: the numbers of all parcels end to end, which are multiplied by the power of two.
+            numels: how many each parcel has.
+            outs: where each is encoded, see :meth:`encode`.
+
+        Returns:
+            all of them as one parcel.
+        """
+        encoded = values.new_empty(self.nbytes(values.numel()), dtype=torch.uint8)
+        self.encode(values, encoded, values)
+        sizes = [each // self.block * self._row for each in numels]
+        parts, tail = encoded[: sum(sizes)].split(sizes), encoded[-_TAIL:]
+        targets = [out[:size] for out, size in zip(outs, sizes, strict=True)]
+        foreach_copy([*targets, *(out[-_TAIL:] for out in outs)], [*parts, *[tail] * len(outs)])
+        return encoded
+
+    def decode_together(self, encoded: Sequence[torch.Tensor], numels: Sequence[int]) -> torch.Tensor:
+        """The numbers of parcels on a device, end to end, by a number of kernels that does not depend on theirs."""
+        parcels = zip(encoded, numels, strict=True)
+        rows = torch.cat([each[: numel // self.block * self._row] for each, numel in parcels])
+        powers = torch.cat([each[-_TAIL : -_TAIL + 4] for each in encoded]).view(torch.float32)
+        blocks = self.decode_any(rows.view(-1, self._row))
+        parcel_of = _repeated(tuple(numel // self.block for numel in numels), blocks.device)
+        return blocks.mul_(powers[parcel_of, None]).view(-1)
 
     def rows(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
         """The blocks of a parcel, as bytes."""
@@ -157,27 +190,25 @@ class _Integers(Encoding):
         return decoded
 
     def encode_any(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
-        finite = blocks.isfinite()
-        is_odd, scales = ~finite.all(1, keepdim=True), self._scales(rows)
-        scales[:, 1:] = _finite(blocks.where(finite, math.inf).amin(1, keepdim=True))
-        low = scales[:, 1:].float()
-        high = _finite(blocks.where(finite, -math.inf).amax(1, keepdim=True))
-        marks = torch.where(is_odd, _MARKS, 0)
+        finite, scales = _finite(blocks), self._scales(rows)
+        is_number = blocks == finite
+        is_plain = is_number.all(-1, keepdim=True)
+        scales[:, 1:] = _finite(torch.where(is_number, blocks, math.inf).amin(-1, keepdim=True))
+        high = _finite(torch.where(is_number, blocks, -math.inf).amax(-1, keepdim=True))
+        low, marks = scales[:, 1:].float(), torch.rsub(is_plain.float(), _MARKS, alpha=_MARKS)
         scale = ((high - low) / (self._levels - marks)).to(self._scale_dtype)
-        scale = torch.where(scale > 0, scale, 1)
-        scales[:, :1] = torch.where(is_odd, -scale, scale)
-        codes = ((blocks - low) / scale.float()).round_() + marks
-        codes = codes.clamp_(marks, torch.full_like(codes, self._levels))
-        for code, mark in enumerate((blocks == -math.inf, blocks == math.inf, blocks.isnan())):
-            codes = torch.where(mark, code, codes)
-        self._set_codes(rows, codes.to(torch.uint8))
+        scale = scale.masked_fill_(scale <= 0, 1)
+        scales[:, :1] = torch.where(is_plain, scale, -scale)
+        codes = (finite.sub_(low)).div_(scale.float()).round_().add_(marks).clamp_(max=self._levels)
+        torch.maximum(codes, marks, out=codes)
+        self._set_codes(rows, torch.where(is_number, codes, blocks.nan_to_num(2, 1, 0)).to(torch.uint8))
 
     def decode_any(self, rows: torch.Tensor) -> torch.Tensor:
         codes, (scale, low) = self._codes(rows).float(), self._scales(rows).float().split(1, 1)
-        is_odd = scale < 0
-        blocks = torch.addcmul(low, codes - torch.where(is_odd, _MARKS, 0), scale.abs())
+        codes = codes.add_(scale < 0, alpha=-_MARKS)
+        blocks = torch.addcmul(low, codes, scale.abs())
         for code, value in enumerate((-math.inf, math.inf, math.nan)):
-            blocks = torch.where(is_odd & (codes == code), value, blocks)
+            blocks.masked_fill_(codes == code - _MARKS, value)
         return blocks
 
 
@@ -259,6 +290,36 @@ class Bf16(Encoding):
 
     def decode(self, encoded: torch.Tensor, numel: int) -> tuple[torch.Tensor, Factor]:
         return encoded[: 2 * numel].view(torch.bfloat16).float(), 1.0
+
+    def decode_together(self, encoded: Sequence[torch.Tensor], numels: Sequence[int]) -> torch.Tensor:
+        parcels = zip(encoded, numels, strict=True)
+        return torch.cat([each[: 2 * numel].view(torch.bfloat16) for each, numel in parcels]).float()
+
+
+class Unencoded(Encoding):
+    """Numbers as they are, to add them up like others. They are only decoded, and only on a device.
+
+    Args:
+        source: their dtype.
+        dtype: in which to add them up.
+    """
+
+    def __init__(self, source: torch.dtype, dtype: torch.dtype) -> None:
+        self._source, self.dtype = source, dtype
+        super().__init__(block=1)
+
+    def _bytes_of_block(self) -> int:
+        return self._source.itemsize
+
+    def decode_together(self, encoded: Sequence[torch.Tensor], numels: Sequence[int]) -> torch.Tensor:
+        return torch.cat([each.view(self._source) for each in encoded]).to(self.dtype)
+
+
+@lru_cache(maxsize=256)
+def _repeated(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The number 0 so many times, then 1, and so on: made once, since this waits for the device."""
+    with torch.inference_mode(False):
+        return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long)).to(device)
 
 
 def add_scaled(total: torch.Tensor, values: torch.Tensor, factor: Factor) -> None:

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
@@ -29,12 +29,13 @@ from fullshard.buffer.messages import vectors, zero_copy_in
 from fullshard.buffer.plan import Piece, Plan
 from fullshard.buffer.sections import align
 from fullshard.buffer.slots import SHARED
-from fullshard.comm.sums import Sum, blocks, check_summable, divide_, scratch_bytes
+from fullshard.comm.sums import SUM_DTYPES, Sum, blocks, check_summable, divide_, scratch_bytes
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Wire, alias
 from fullshard.comm.waits import WAITS, Wait
-from fullshard.device import Pending
-from fullshard.encodings import add_scaled
-from fullshard.torch_private import Tensors, foreach_copy
+from fullshard.device import Pending, is_host
+from fullshard.encoded_tensors import EncodedTensors, add_up, decode_tensors, encode_each, encode_together
+from fullshard.encodings import Encoding, Unencoded
+from fullshard.torch_private import foreach_copy
 
 #: Numbers of a parcel, which is a message. Encoding takes 0.8 of the time that it takes in parcels of a quarter, whose
 #: calls cost more; larger ones leave the caches, and let the other rank wait.
@@ -214,15 +215,15 @@ class _Exchange:
     @torch.inference_mode(False)
     @torch.no_grad()
     def write(self) -> None:
-        """Write the letters, and send them."""
+        """Write the letters, and send them: on a device all together, elsewhere one after the other."""
         route = self._route
-        if route.gathers:
-            self._write(route.rank)
-            for piece in route.own:
-                piece.of_full(self._fulls[piece.section]).copy_(piece.of_shard(route.shards[piece.section]))
-        else:
-            for distance in range(1, route.size):
-                self._write((route.rank + distance) % route.size)
+        owners = [(route.rank + distance) % route.size for distance in range(0 if route.gathers else 1, route.size)]
+        owners = owners[:1] if route.gathers else owners
+        for some in [[owner] for owner in owners] if is_host(route.device) else [owners]:
+            self._write(some)
+        if route.own:
+            wholes = [piece.of_full(self._fulls[piece.section]) for piece in route.own]
+            foreach_copy(wholes, [self._source(piece) for piece in route.own])
         self.mail.close()
 
     def _source(self, piece: Piece) -> torch.Tensor:
@@ -230,107 +231,106 @@ class _Exchange:
         shards = self._route.shards
         return piece.of_shard(shards[piece.section]) if shards else piece.of_full(self._fulls[piece.section])
 
-    def _fill(self, parcel: Parcel, lost: Tensors = ()) -> torch.Tensor:
-        """The numbers of a parcel in scratch memory, with what was ``lost`` before. What is left of a block repeats the
-        last number before it."""
-        sources = [self._source(piece) for piece, _ in parcel.pieces]
-        values, block = self._parcel[: parcel.numel], self._route.wire.encoding.block
-        if lost:
-            foreach_copy([*_cut(values, parcel)], lost)
-            for each, source in zip(_cut(values, parcel), sources, strict=True):
-                each.add_(source)
+    def _target(self, piece: Piece) -> torch.Tensor:
+        """Where this rank writes a piece that comes."""
+        is_gathered = self._route.gathers
+        return piece.of_full(self._fulls[piece.section]) if is_gathered else piece.of_shard(self._shards[piece.section])
+
+    def _write(self, owners: Sequence[int]) -> None:
+        """Write the letters with the parts of ``owners``, and send them."""
+        route, encoding, feedback = self._route, self._route.wire.encoding, self._route.wire.feedback
+        exact = [(self._sent[owner], *each) for owner in owners for each in route.letters[owner].exact]
+        if exact:
+            foreach_copy([self._exact(*each) for each in exact], [self._source(piece) for _, piece, _ in exact])
+        lost = feedback.lost if feedback else ()
+        parcels = [
+            self._tensors(parcel, self._sent[owner], has_targets=route.gathers, lost=lost)
+            for owner in owners
+            for parcel in route.letters[owner].parcels
+        ]
+        ready = [(owner, message) for owner in owners for message in route.letters[owner].messages]
+        if is_host(route.device):
+            for _ in encode_each(encoding, parcels, self._parcel):
+                self.mail.send(*ready.pop(0))
         else:
-            foreach_copy([*_cut(values, parcel)], sources)
-        for piece, start in parcel.pieces:
-            end = start + piece.numel
-            if end % block:
-                values[end : end + -end % block] = values[end - 1]
-        return values
-
-    def _write(self, owner: int) -> None:
-        """Write the letter with the parts of ``owner``, and send it."""
-        route, letter, out = self._route, self._route.letters[owner], self._sent[owner]
-        feedback, encoding = route.wire.feedback, route.wire.encoding
-        ready = list(letter.messages)
-        for piece, start in letter.exact:
-            part = out[start : start + piece.numel * route.dtypes[piece.section].itemsize]
-            part.view(route.dtypes[piece.section]).view(piece.shape).copy_(self._source(piece))
-        for parcel in letter.parcels:
-            lost = [piece.of_full(feedback.lost[piece.section]) for piece, _ in parcel.pieces] if feedback else []
-            encoded, scratch = out[slice(*parcel.span)], self._parcel[: parcel.numel]
-            is_finite = encoding.encode(
-                self._values(parcel) if not lost else self._fill(parcel, lost), encoded, scratch
-            )
-            self.mail.send(owner, ready.pop(0))
-            if route.gathers or lost:
-                decoded, inverse = encoding.decode(encoded, parcel.numel)
-            if route.gathers:
-                for (piece, _), each in zip(parcel.pieces, _cut(decoded, parcel), strict=True):
-                    torch.mul(each, inverse, out=piece.of_full(self._fulls[piece.section]))
-            elif lost:
-                scratch.sub_(decoded).mul_(inverse)
-                if not is_finite:
-                    scratch.nan_to_num_(0.0, 0.0, 0.0)  # an infinity is not to stay for ever
-                foreach_copy(lost, [*_cut(scratch, parcel)])
+            encode_together(encoding, parcels)
         for message in ready:
-            self.mail.send(owner, message)
-
-    def _values(self, parcel: Parcel) -> torch.Tensor:
-        """The numbers of a parcel, where they lie if that is one run of them."""
-        (piece, _), *others = parcel.pieces
-        source = self._source(piece)
-        is_run = not others and source.dtype == torch.float32 and source.numel() == parcel.numel
-        return source if is_run and source.is_contiguous() else self._fill(parcel)
+            self.mail.send(*message)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _read(self) -> None:
         """Decode the letters that come."""
         self.mail.wait()
-        route, encoding = self._route, self._route.wire.encoding
-        for rank, letter in enumerate(route.letters) if route.gathers else ():
-            if rank == route.rank:
-                continue
-            for parcel in letter.parcels:
-                values, factor = encoding.decode(self._received[rank][slice(*parcel.span)], parcel.numel)
-                for (piece, _), each in zip(parcel.pieces, _cut(values, parcel), strict=True):
-                    torch.mul(each, factor, out=piece.of_full(self._fulls[piece.section]))
-            for piece, start in letter.exact:
-                piece.of_full(self._fulls[piece.section]).copy_(self._exact(rank, piece, start))
+        route = self._route
         if not route.gathers:
-            self._add_up(route.letters[route.rank])
+            return self._add_up(route.letters[route.rank])
+        others = [rank for rank in range(route.size) if rank != route.rank]
+        parcels = [
+            self._tensors(parcel, self._received[rank], has_sources=False)
+            for rank in (others if is_host(route.device) else range(route.size))  # a device decodes its own here too
+            for parcel in route.letters[rank].parcels
+        ]
+        decode_tensors(route.wire.encoding, parcels)
+        exact = [(self._received[rank], *each) for rank in others for each in route.letters[rank].exact]
+        if exact:
+            foreach_copy([self._target(piece) for _, piece, _ in exact], [self._exact(*each) for each in exact])
 
-    def _exact(self, rank: int, piece: Piece, start: int) -> torch.Tensor:
-        """A piece that came as it is."""
+    def _exact(self, letter: torch.Tensor, piece: Piece, start: int) -> torch.Tensor:
+        """A piece in a letter that has it as it is."""
         dtype = self._route.dtypes[piece.section]
-        return self._received[rank][start : start + piece.numel * dtype.itemsize].view(dtype).view(piece.shape)
+        return letter[start : start + piece.numel * dtype.itemsize].view(dtype).view(piece.shape)
 
     def _add_up(self, letter: Letter) -> None:
         """Write the sums of this rank's own gradients and of those that came."""
-        route, encoding, feedback = self._route, self._route.wire.encoding, self._route.wire.feedback
-        others = [rank for rank in range(route.size) if rank != route.rank]
-        for parcel in letter.parcels:
-            total = self._fill(parcel)
-            if feedback is not None and feedback.is_loaded:
-                for (piece, _), each in zip(parcel.pieces, _cut(total, parcel), strict=True):
-                    each.add_(own := piece.of_full(feedback.lost[piece.section]))
-                    own.zero_()
-            for rank in others:
-                add_scaled(total, *encoding.decode(self._received[rank][slice(*parcel.span)], parcel.numel))
-            divide_(total, self._divisor)
-            targets = [piece.of_shard(self._shards[piece.section]) for piece, _ in parcel.pieces]
-            foreach_copy(targets, [*_cut(total, parcel)])
+        route, feedback = self._route, self._route.wire.feedback
+        self._add_up_parcels(
+            route.wire.encoding, letter.parcels, feedback.lost if feedback and feedback.is_loaded else ()
+        )
         if feedback is not None:
             feedback.is_loaded = False
+        exact = dict[torch.dtype, list[Parcel]]()
         for piece, start in letter.exact:
-            dtypes = route.dtypes[piece.section], route.shard_dtypes[piece.section]
+            dtype, shard_dtype = route.dtypes[piece.section], route.shard_dtypes[piece.section]
             for block in blocks(piece):
-                at = start + (block.shard_start - piece.shard_start) * dtypes[0].itemsize
-                terms = [
-                    self._source(block) if rank == route.rank else self._exact(rank, block, at)
-                    for rank in range(route.size)
-                ]
-                Sum(block, terms, *dtypes, self._lease).write(self._shards, self._divisor)
+                at = start + (block.shard_start - piece.shard_start) * dtype.itemsize
+                if is_host(route.device):
+                    terms = [
+                        self._source(block) if rank == route.rank else self._exact(received, block, at)
+                        for rank, received in enumerate(self._received)
+                    ]
+                    Sum(block, terms, dtype, shard_dtype, self._lease).write(self._shards, self._divisor)
+                else:
+                    span = at, at + block.numel * dtype.itemsize
+                    exact.setdefault(dtype, []).append(Parcel(((block, 0),), block.numel, span))
+        for dtype, parcels in exact.items():
+            self._add_up_parcels(Unencoded(dtype, SUM_DTYPES[dtype]), parcels)
+
+    def _add_up_parcels(self, encoding: Encoding, parcels: Sequence[Parcel], lost: Sequence[torch.Tensor] = ()) -> None:
+        """Write the sums of parcels that lie alike in the letters of all other ranks."""
+        route = self._route
+        tensors = [self._tensors(parcel, self._received[route.rank], lost=lost) for parcel in parcels]
+        others = [
+            [received[slice(*parcel.span)] for parcel in parcels]
+            for rank, received in enumerate(self._received)
+            if rank != route.rank
+        ]
+        add_up(encoding, tensors, others, partial(divide_, divisor=self._divisor), self._parcel)
+
+    def _tensors(
+        self,
+        parcel: Parcel,
+        letter: torch.Tensor,
+        has_sources: bool = True,
+        has_targets: bool = True,
+        lost: Sequence[torch.Tensor] = (),
+    ) -> EncodedTensors:
+        """The tensors of a parcel, and their place in a letter."""
+        pieces, starts = zip(*parcel.pieces, strict=True)
+        sources = [*map(self._source, pieces)] if has_sources else []
+        targets = [*map(self._target, pieces)] if has_targets else []
+        kept = [piece.of_full(lost[piece.section]) for piece in pieces] if lost else []
+        return EncodedTensors(starts, parcel.numel, letter[slice(*parcel.span)], sources, targets, kept)
 
 
 class _Threads:
@@ -365,9 +365,3 @@ class _Threads:
 
 _threads = _Threads()
 os.register_at_fork(after_in_child=_threads.__init__)  # type: ignore[misc]
-
-
-def _cut(values: torch.Tensor, parcel: Parcel) -> Iterator[torch.Tensor]:
-    """The pieces of a parcel."""
-    for piece, start in parcel.pieces:
-        yield values[start : start + piece.numel].view(piece.shape)
