@@ -86,7 +86,7 @@ class Setting:
     compile: bool = False
     offload: bool = False
     accumulate: int = 1
-    wire: str = ""
+    wire: Any = ""
     libraries: tuple[str, ...] = ("torch FSDP2", "fullshard")
 
 
@@ -103,12 +103,13 @@ class Block(nn.Module):
         self.down = linear(sizes.inner, sizes.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self._run, x, use_reentrant=False) if self.recompute else self._run(x)  # type: ignore[no-any-return]
+        return checkpoint(self._run, x, use_reentrant=False) if self.recompute else self._run(x)
 
     def _run(self, x: Tensor) -> Tensor:
         normed = self.attention_norm(x)
-        heads = (each(normed).unflatten(-1, (self.heads, -1)) for each in (self.query, self.key, self.value))
-        attended = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in heads), is_causal=True)
+        each_head = (each(normed).unflatten(-1, (self.heads, -1)) for each in (self.query, self.key, self.value))
+        query, key, value = (each.transpose(1, 2) for each in each_head)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.output(attended.transpose(1, 2).flatten(2))
         normed = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
