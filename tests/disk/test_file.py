@@ -245,3 +245,11 @@ def test_reads_do_not_wait_for_writes_of_other_regions(tmp_path: Path, monkeypat
         work.wait()
     region.read(found).wait()
     assert torch.equal(found, -values)
+
+
+def test_a_slow_disk_is_waited_for_where_its_memory_would_exceed_the_limit() -> None:
+    staging, written = Staging(1 << 12), Future[None]()
+    staging.give_back([staging.take(1 << 10, torch.float32)], Work([written]))
+    threading.Timer(0.05, written.set_result, [None]).start()
+    staging.take(1 << 9, torch.float32)  # of another size
+    assert written.done()

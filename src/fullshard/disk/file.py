@@ -100,16 +100,20 @@ class Staging:
         self._leaving = deque[tuple[Sequence[torch.Tensor], Work]]()
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for so many elements, with any values."""
-        while self._leaving and self._leaving[0][1].is_done:
-            for each in self._leaving.popleft()[0]:
-                self._free[each.nbytes].append(each.view(torch.uint8))
+        """Memory for so many elements, with any values. Waits for the disk rather than exceed the limit."""
         nbytes = numel * dtype.itemsize
-        if self._free[nbytes]:
-            return self._free[nbytes].pop().view(dtype)
-        if self._nbytes + nbytes > self._limit:  # of other sizes
-            self._nbytes -= sum(size * len(free) for size, free in self._free.items())
-            self._free.clear()
+        while True:
+            while self._leaving and self._leaving[0][1].is_done:
+                for each in self._leaving.popleft()[0]:
+                    self._free[each.nbytes].append(each.view(torch.uint8))
+            if self._free[nbytes]:
+                return self._free[nbytes].pop().view(dtype)
+            if self._nbytes + nbytes > self._limit:  # of other sizes
+                self._nbytes -= sum(size * len(free) for size, free in self._free.items())
+                self._free.clear()
+            if self._nbytes + nbytes <= self._limit or not self._leaving:
+                break
+            self._leaving[0][1].settle()
         self._nbytes += nbytes
         memory = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
         start = -memory.data_ptr() % _ALIGNMENT
