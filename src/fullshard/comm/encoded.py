@@ -217,13 +217,12 @@ class _Exchange:
     def write(self) -> None:
         """Write the letters, and send them: on a device all together, elsewhere one after the other."""
         route = self._route
-        owners = [(route.rank + distance) % route.size for distance in range(0 if route.gathers else 1, route.size)]
-        owners = owners[:1] if route.gathers else owners
+        others = [(route.rank + distance) % route.size for distance in range(1, route.size)]
+        owners = [route.rank] if route.gathers else others
         for some in [[owner] for owner in owners] if is_host(route.device) else [owners]:
             self._write(some)
         if route.own:
-            wholes = [piece.of_full(self._fulls[piece.section]) for piece in route.own]
-            foreach_copy(wholes, [self._source(piece) for piece in route.own])
+            foreach_copy([*map(self._target, route.own)], [*map(self._source, route.own)])
         self.mail.close()
 
     def _source(self, piece: Piece) -> torch.Tensor:

@@ -15,9 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fullshard.rehearsal.rank import ASKED
 from fullshard.report.text import bytes_of, bytes_text, counted, quantity_text, seconds_text, table
 
+#: The environment variable with what is asked of the process that runs the program, as JSON.
+ASKED = "FULLSHARD_REHEARSAL"
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 #: Rows of the report: what is found, and how it is printed.
 _ROWS = {

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fullshard
 from fullshard.device import is_host
+from fullshard.rehearsal.command import ASKED
 from fullshard.rehearsal.network import Network, RehearsalError, connect
 from fullshard.report.findings import waited
 from fullshard.report.profile import Trace, profile
@@ -32,8 +33,6 @@ from fullshard.report.watching import Clock, Memory
 from fullshard.schedule.hooks import when_sharded
 from fullshard.schedule.unit import Unit
 
-#: The environment variable with what the command asks for, as JSON.
-ASKED = "FULLSHARD_REHEARSAL"
 #: Steps before those that are timed, and steps of which the waits are recorded.
 _WARM_UP, _RECORDED = 2, 2
 #: A stream that does nothing for so many microseconds waits.
