@@ -68,12 +68,14 @@ class Contender:
         blocks: Sequence[nn.Module],
         reshard: bool | None = None,
         materialize: Callable[[nn.Module], None] | None = None,
+        casts: bool = False,
     ) -> nn.Module:
         """Shard (or replicate) ``model``, with a group for each of ``blocks`` and one for the rest.
 
         Args:
             reshard: free parameters after forward; ``None`` leaves the choice for the root to the library.
             materialize: gives a module on the meta device its values, for the library that does so while it shards.
+            casts: compute in bf16 and reduce in fp32, for those of ``fully_shard``.
         """
         if self.library == "alone":
             return model
@@ -84,19 +86,20 @@ class Contender:
         if self.library == "FSDP1":
             return _wrap_fsdp1(torch_fsdp, model, blocks, reshard, materialize)
         if self.library == "FSDP2":
-            return _wrap_composable(torch_fsdp.fully_shard, model, blocks, reshard)
+            return _wrap_composable(torch_fsdp, model, blocks, reshard, casts)
         with _transport(self.transport if self.forced else ""):
             if self.library == "wrapper":
                 return _wrap_fsdp1(fullshard, model, blocks, reshard, materialize)
-            return _wrap_composable(fullshard.fully_shard, model, blocks, reshard)
+            return _wrap_composable(fullshard, model, blocks, reshard, casts)
 
 
 def _wrap_composable(
-    fully_shard: Callable[..., Any], model: nn.Module, blocks: Sequence[nn.Module], reshard: bool | None
+    library: Any, model: nn.Module, blocks: Sequence[nn.Module], reshard: bool | None, casts: bool
 ) -> nn.Module:
+    policy = library.MixedPrecisionPolicy(*([torch.bfloat16, torch.float32] if casts else []))
     for block in blocks:
-        fully_shard(block, reshard_after_forward=reshard is not False)
-    fully_shard(model, reshard_after_forward=reshard)
+        library.fully_shard(block, reshard_after_forward=reshard is not False, mp_policy=policy)
+    library.fully_shard(model, reshard_after_forward=reshard, mp_policy=policy)
     return model
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 from unittest import mock
 
@@ -57,6 +57,8 @@ class Cost:
         synchronizations: how often the host waits for the device.
         collectives: how many there are.
         sent: U that a rank has to send for them.
+        events: how many points in streams are recorded; ``stream_waits``: how often a stream waits for one. Known only
+            where the streams are simulated.
     """
 
     launches: float = 0
@@ -66,32 +68,37 @@ class Cost:
     synchronizations: float = 0
     collectives: float = 0
     sent: float = 0
+    events: float = 0
+    stream_waits: float = 0
 
 
-def measure_launches(world_size: int, counts: list[int | str], groups: int) -> dict[str, Any]:
-    """For each number of parameters in a group (or the name of a chain), and each contender, its :class:`Cost`."""
-    return {"ranks": world_size, "counts": run_simulated(_measure, world_size, world_size, counts, groups)}
+def measure_launches(world_size: int, counts: list[int | str], groups: int, casts: bool = False) -> dict[str, Any]:
+    """For each number of parameters in a group (or the name of a chain), and each contender, its :class:`Cost`. With
+    ``casts`` it computes in bf16 and reduces in fp32."""
+    return {"ranks": world_size, "counts": run_simulated(_measure, world_size, counts, groups, casts)}
 
 
-def _measure(world_size: int, counts: list[int | str], groups: int) -> dict[int | str, dict[str, Any]]:
-    return {count: _measure_count(world_size, count, groups) for count in counts}
+def _measure(counts: list[int | str], groups: int, casts: bool) -> dict[int | str, dict[str, Any]]:
+    return {count: _measure_count(count, groups, casts) for count in counts}
 
 
-def _measure_count(world_size: int, count: int | str, groups: int) -> dict[str, Any]:
+def _measure_count(count: int | str, groups: int, casts: bool) -> dict[str, Any]:
     found = {}
     for contender in (_OURS, FSDP2, ALONE):
         model, blocks, x = _build(count, groups)
         unit = sum(param.nbytes for param in blocks[0].parameters())
         with _device() if contender is _OURS else nullcontext(SimulatedStreams(_Unordered())) as streams:
-            model = contender.wrap(model, blocks)
+            model = contender.wrap(model, blocks, casts=casts)
             for _ in range(_WARM_UP):
                 _run(model, x)
                 _drop_gradients(model)
             counts = Counts()
-            before = streams.synchronizations
+            before, points = streams.synchronizations, replace(streams.model)
             with counts:
                 _run(model, x)
             counts.cost.synchronizations += streams.synchronizations - before
+            counts.cost.events = streams.model.events - points.events
+            counts.cost.stream_waits = streams.model.waits - points.waits
             if contender is not ALONE:  # its gradients are those of autograd, which sharding reduces and frees
                 counts.cost.allocated -= _drop_gradients(model)
         assert not counts.unknown, counts.unknown
@@ -129,12 +136,18 @@ def _drop_gradients(model: nn.Module) -> int:
     return found
 
 
+@dataclass
 class _Unordered:
     """A device of which only counts are asked: operations run at once, in whatever stream."""
 
-    def record(self, actor: int) -> None: ...
+    events: int = 0
+    waits: int = 0
 
-    def wait(self, actor: int, point: Any) -> None: ...
+    def record(self, actor: int) -> None:
+        self.events += 1
+
+    def wait(self, actor: int, point: Any) -> None:
+        self.waits += 1
 
     def keep(self, actor: int, tensor: torch.Tensor) -> None: ...
 

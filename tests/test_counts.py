@@ -35,14 +35,14 @@ GATHER = {"p2p": (11, 6), "collective": (11, 6)}
 #: How many of them call one another before the backend is called. A module's hook comes first, and calls its unit.
 DEPTH = 4
 #: What a group asks of a device in a step, see ``benchmarks.launches.Cost``: with parameters alike, and with others.
+#: By the number of ranks, and whether it computes in bf16 and reduces in fp32. Gradients are cast by one launch.
 LAUNCHES = {
-    "launches": (2.75, 2.75),
-    "kernels": (2.75, 2.75),
-    "copied": (5.5, 1.86),
-    "allocated": (0, 0),
-    "synchronizations": (0, 0),
-    "collectives": (2.75, 2.75),
+    (8, False): {"launches": (2.75, 2.75), "kernels": (2.75, 2.75), "copied": (5.5, 1.86), "collectives": (2.75, 2.75)},
+    (8, True): {"launches": (4.75, 5.75), "kernels": (4.75, 5.75), "copied": (4.02, 3.46), "collectives": (2.75, 2.75)},
+    (1, False): {"launches": (0, 0), "collectives": (0, 0), "events": (2.125, 2.125), "stream_waits": (2.125, 2.125)},
+    (1, True): {"launches": (3, 3), "copied": (3.8, 3.73), "collectives": (0, 0)},
 }
+ALWAYS = {"allocated": (0, 0), "synchronizations": (0, 0), "events": (5.875, 5.875), "stream_waits": (5.625, 5.625)}
 WORK = Work("counted", blocks=3, width=128, sequence=4, vocabulary=64)
 
 
@@ -57,10 +57,11 @@ def test_a_group_takes_no_more_calls_in_a_step() -> None:
     assert all(calls[count] <= most for count, most in CALLS.items()), f"{calls}, and may be {CALLS}"
 
 
-def test_a_group_asks_no_more_of_a_device_in_a_step() -> None:
-    found = measure_launches(8, [8, TRANSFORMER], groups=8)["counts"]
+@pytest.mark.parametrize(("world_size", "casts"), LAUNCHES)
+def test_a_group_asks_no_more_of_a_device_in_a_step(world_size: int, casts: bool) -> None:
+    found = measure_launches(world_size, [8, TRANSFORMER], groups=8, casts=casts)["counts"]
     costs = [each["fullshard"] for each in found.values()]
-    for what, most in LAUNCHES.items():
+    for what, most in (ALWAYS | LAUNCHES[world_size, casts]).items():
         assert all(cost[what] <= limit for cost, limit in zip(costs, most, strict=True)), f"{what}: {costs}"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -156,13 +156,17 @@ def beside(stream: torch.Stream | None, device: torch.device) -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class EventMark:
-    """A point in a stream."""
+    """A point in a stream. A stream that has waited for it once does not wait again."""
 
     event: torch.Event
     device: torch.device
+    _waited: set[int] = field(default_factory=set)
 
     def wait(self) -> None:
-        current_stream(self.device).wait_event(self.event)
+        stream = current_stream(self.device)
+        if stream.stream_id not in self._waited:
+            stream.wait_event(self.event)
+            self._waited.add(stream.stream_id)
 
 
 class Lane:

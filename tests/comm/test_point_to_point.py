@@ -190,7 +190,7 @@ def test_terms_are_added_in_the_order_of_ranks(world: World, shapes: tuple[tuple
         assert torch.equal(transfer.shard[start : start + last - first], totals[i].flatten()[first:last])
 
 
-@ranks(1)
+@ranks(2)
 def test_integers_are_not_reduced(world: World) -> None:
     (transfer,) = transfers_of(Case("even", (Section(torch.float32, ODD),)), world.size)
     integers = Transfer(transfer.plan, transfer.full.to(torch.int32), transfer.shard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
+from fullshard.schedule import schedule
 from fullshard.schedule.unit import unit_of
 from tests.fully_shard.cases import Recorder, inputs, shard_mlp
 from tests.harness import World, ranks
+from tests.harness.compare import whole
 from tests.harness.models import MLP, Transformer, seeded
 
 
@@ -52,6 +55,26 @@ def test_a_first_group_whose_inputs_have_no_gradient_is_reduced_too(world: World
     events = recorder.take()
     assert sorted(only(events, "reduce")) == [f"reduce {group}" for group in (0, 1, 2, 3, "root")]
     assert {"reshard 0", "reshard root"} <= set(events)
+
+
+@ranks(2, transport="p2p")
+def test_the_gradients_of_a_head_are_reduced_when_the_first_block_begins(world: World) -> None:
+    """Only those of the embedding are left at the end. What accumulates is reduced once."""
+    found = list[list[Tensor]]()
+    for least in (1, 1 << 40):
+        model = seeded(lambda: Transformer(2))
+        fullshard.fully_shard_blocks(model)
+        recorder = Recorder(model, "reduce")
+        with mock.patch.object(schedule, "EARLY", least):
+            for micro_batch in range(3):
+                model.set_requires_gradient_sync(micro_batch != 1)
+                model(torch.arange(8).view(2, 4) + world.rank).sum().backward()
+        early = ["reduce root"] if least == 1 else []
+        blocks = ["reduce 1", "reduce 0", "reduce root"]
+        assert recorder.take() == [*early, *blocks, *blocks]
+        found.append([whole(param.grad) for param in model.parameters() if param.grad is not None])
+    assert all(map(torch.equal, *found))
+    assert len(found[0]) == len([*model.parameters()])
 
 
 @ranks(2, transport="p2p")

@@ -77,13 +77,13 @@ def blocks(width: int) -> Any:
     return model
 
 
-@ranks(2, transport="collective")
+@ranks(4, transport="collective")
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_the_all_reduces_of_so_many_reductions_may_run(world: World, buffers: int) -> None:
     """Those of the last reductions overlap with the backward that follows, whatever the number of buffers."""
     with simulated("late"), Waits().counted() as waits:
         model = seeded(lambda: blocks(6))
-        each_block(mesh=world.mesh(2, 1, names=("replicate", "shard")))(fullshard, model)
+        each_block(mesh=world.mesh(2, 2, names=("replicate", "shard")))(fullshard, model)
         model.set_reduce_scatter_max_input_buffers(buffers)
         done = waits.done_in(model, "all_reduce")
         waited: list[int] = []

@@ -154,12 +154,26 @@ class Messages:
                     here.append(piece.of_full(fulls[member]))
         return there, here
 
-    def cut(self, messages: torch.Tensor, full: torch.Tensor) -> Callable[[], object] | None:
-        """One operation that copies the messages of all ranks to a full buffer; ``None`` unless they have one section,
-        in which every parameter is the chunks of all ranks end to end."""
-        plan, size = self._plans[0], self._plans[0].world_size
-        if len(self._plans) > 1 or plan.layout != "even" or not all(map(plan.is_whole, plan.params)):
+    def _is_rows(self) -> bool:
+        """Whether the messages have one section, in which every parameter is the chunks of all ranks end to end."""
+        plan = self._plans[0]
+        return len(self._plans) == 1 and plan.layout == "even" and all(map(plan.is_whole, plan.params))
+
+    def join(self, messages: torch.Tensor, full: torch.Tensor) -> Callable[[], object] | None:
+        """One operation that copies a full buffer to the messages of all ranks; ``None`` unless they are rows."""
+        if not self._is_rows():
             return None
+        plan = self._plans[0]
+        rows = Rows(plan, range(len(plan.params)), messages.view(full.dtype))
+        pairs = zip(plan.params, plan.full_offsets, strict=True)
+        wholes = {i: full[start:][: each.numel].view(each.shape) for i, (each, start) in enumerate(pairs)}
+        return partial(rows.fill, wholes)
+
+    def cut(self, messages: torch.Tensor, full: torch.Tensor) -> Callable[[], object] | None:
+        """One operation that copies the messages of all ranks to a full buffer; ``None`` unless they are rows."""
+        if not self._is_rows():
+            return None
+        plan, size = self._plans[0], self._plans[0].world_size
         rows = messages.view(full.dtype).view(size, -1)
         row = _row(plan, rows.shape[1])
         out = [

@@ -216,10 +216,9 @@ class Plan:
         """The plan of the parameters that are not zero-copy: its shard is the front of this one's."""
         return self.select(i for i in range(len(self.params)) if i not in self.zero_copy) if self.zero_copy else self
 
-    @property
-    def without_large(self) -> Plan:
-        """The messages of a single rank, in which large parameters are zero-copy."""
-        large = tuple(i for i, param in enumerate(self.params) if param.numel >= self.least_zero_copy)
+    def without(self, least: int) -> Plan:
+        """The messages of a single rank, in which parameters of ``least`` elements and more are zero-copy."""
+        large = tuple(i for i, param in enumerate(self.params) if param.numel >= least)
         small = self.select(i for i in range(len(self.params)) if i not in large)
         starts = iter(small.shard_offsets)
         offsets = tuple(0 if i in large else next(starts) for i in range(len(self.params)))

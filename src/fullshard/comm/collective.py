@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard.buffer.messages import Messages
-from fullshard.buffer.plan import Copies
 from fullshard.buffer.sections import starts, views
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
 from fullshard.comm.backend_memory import BackendMemory
@@ -53,6 +52,7 @@ class CollectiveTransport(Transport):
         self._reduce_scatter = reduce_scatter
         self.takes_messages = reduce_scatter is None
         self.registers_memory = all_gather is not None
+        self.is_custom = callable(all_gather) or callable(reduce_scatter)
 
     def launches_together(self, process_group: dist.ProcessGroup | None, device: torch.device) -> bool:
         return process_group is not None and backend_name(process_group, device) in _LAUNCHES_TOGETHER
@@ -101,14 +101,14 @@ class _Call:
     """The tensors of one call of a collective.
 
     Args:
-        before: copies before it.
+        before: copies before it, if any.
         inputs: what it reads; a number is that of a zero-copy parameter that the start brings.
         outputs: what it writes; a number is that of a *target*: a shard or, if there are several outputs, a part.
         after: copies after a gather.
         reduced: after a reduction, targets and what is copied to them, or ``None`` where they are written already.
     """
 
-    before: Copies
+    before: Callable[[], object] | None
     inputs: list[Any]
     outputs: list[Any]
     after: Callable[[], object] | None
@@ -165,8 +165,8 @@ class _CollectiveRoute:
                 self._choose(reduction)
             each_call = zip(calls, self._messages, self._collectives, strict=True)
             for call, messages, (collective, together, scaling) in each_call:
-                if call.before[0]:
-                    foreach_copy(*call.before)
+                if call.before is not None:
+                    call.before()
                 outputs, inputs, targets = call.outputs, call.inputs, shards
                 if not self._gathers:
                     targets = shards if messages.is_single else messages.parts(shards)
@@ -232,8 +232,7 @@ class _CollectiveRoute:
 
     def _gather(self, messages: Messages, memory: Iterator[torch.Tensor]) -> _Call:
         shards, fulls, rank = self._shards, self._fulls, self._group.rank()
-        before: Copies = [], []
-        after: Callable[[], object] | None = None
+        before, after = None, None
         inputs, outputs = list[Any](), list[Any]()
         if messages.is_full and self._comm is None:
             inputs, outputs = [shards[0].view(torch.uint8)], [fulls[0].view(torch.uint8)]
@@ -243,7 +242,8 @@ class _CollectiveRoute:
             if source is None:
                 source = output[rank * messages.numel : (rank + 1) * messages.numel]
                 sections = list(messages.sections(source))
-                before = sections, [shard[: part.numel()] for shard, part in zip(shards, sections, strict=True)]
+                sources = [shard[: part.numel()] for shard, part in zip(shards, sections, strict=True)]
+                before = partial(foreach_copy, sections, sources)
             there, here = messages.pieces(output, fulls, with_kept=False)
             for plan, full, shard in zip(self._plans, fulls, shards, strict=True):
                 kept = [piece for piece in plan.pieces(rank) if piece.is_kept]
@@ -258,7 +258,7 @@ class _CollectiveRoute:
         return _Call(before, inputs, outputs, after, ())
 
     def _reduce(self, messages: Messages, memory: Iterator[torch.Tensor]) -> _Call:
-        before: Copies = [], []
+        before = None
         inputs, outputs = list[Any](), list[Any]()
         reduced: list[tuple[int, torch.Tensor | None]] = []
         members, is_single = messages.members, messages.is_single
@@ -266,7 +266,11 @@ class _CollectiveRoute:
         if messages.numel:
             is_full = messages.is_full and self._comm is None
             source = self._fulls[members[0]] if is_full else next(memory)
-            before = before if is_full else messages.pieces(source, self._fulls, with_kept=True)
+            if not is_full:
+                there, here = messages.pieces(source, self._fulls, with_kept=True)
+                before = partial(foreach_copy, there, here) if here else None
+                if len(here) > _MANY_COPIES and self._comm is None:
+                    before = messages.join(source, self._fulls[members[0]]) or before
             inputs, outputs = [source], [fronts[0]]
             if not self._is_shard(messages):
                 outputs = [output := next(memory)]

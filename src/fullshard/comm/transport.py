@@ -148,8 +148,12 @@ class LocalRoute:
             else:
                 self._gathered += [(piece.of_full(full), piece.of_shard(shard)) for piece in plan.pieces(0)]
 
-    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
+    def start(
+        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
+    ) -> Pending:
         with torch.no_grad():
+            for values in zero_copy if reduction.divisor != 1 else ():
+                values.div_(reduction.divisor)
             for full, shard in self._gathered:
                 full.copy_(shard, non_blocking=True)
             for piece, full in self._reduced:
@@ -210,6 +214,8 @@ class Transport:
 
     #: Whether its memory is registered with a backend.
     registers_memory = False
+    #: Whether it calls functions of the user's, which one rank calls too.
+    is_custom = False
 
     _private: Transport | None = None
 
@@ -287,7 +293,7 @@ class Transport:
     ) -> Route:
         for transfer in transfers:
             transfer.check(direction, process_group)
-        if process_group is None or not transfers:
+        if process_group is None or not transfers or (process_group.size() == 1 and not self.is_custom):
             return LocalRoute(direction, transfers)
         return self._route(Request(direction, transfers, process_group, tag, wire))
 

@@ -122,10 +122,10 @@ class GroupContext:
             self.own_sections = tuple(section.inside(rank, replicas) for section in self.sections)
         self.compute_dtypes = list(map(self.compute_dtype, firsts))
 
-    def plan(self, members: Sequence[int], casts: bool = False) -> Plan:
-        """The layout of parameters of one dtype. If the copy to a message ``casts``, only large ones are zero-copy."""
+    def plan(self, members: Sequence[int]) -> Plan:
+        """The layout of parameters of one dtype."""
         shapes = [self.params[i].plan_shape for i in members]
-        together = not casts and self.transport.launches_together(self.data.shard_group, self.device)
+        together = self.transport.launches_together(self.data.shard_group, self.device)
         return make_plan(shapes, self.data.shard_size, *self.params[members[0]].layout, together)
 
     def compute_dtype(self, param: ShardedParameter) -> torch.dtype:
@@ -179,11 +179,16 @@ class GroupContext:
         is_apart = index in offloaded.state and index not in offloaded.parameters
         return is_apart and offloaded.disk is None and not is_host(self.device)
 
+    def is_alone(self, transport: Transport) -> bool:
+        """Whether this rank has all parameters, so that ``transport`` exchanges nothing."""
+        is_one = self.data.shard_size == 1 and not (transport.is_custom or self.data.shards_replicas)
+        return self.data.shard_group is None or is_one
+
     @property
     def adds_whole(self) -> bool:
-        """Whether replicas that have all parameters add up whole gradients, and no function of the user does."""
+        """Whether ranks that have all parameters add up whole gradients, and no function of the user does."""
         is_native = self.options.all_reduce is None and self.options.all_reduce_hook is None
-        return is_native and self.data.shard_group is None and self.data.replicate_size > 1
+        return is_native and self.is_alone(self.reduce_transport)
 
     @property
     def keeps_whole(self) -> bool:
@@ -193,7 +198,7 @@ class GroupContext:
     @property
     def gradient_buffers(self) -> int:
         """How many gradient buffers may be in use at once."""
-        least = 2 if self.adds_whole else 1
+        least = 2 if self.adds_whole and self.data.replicate_size > 1 else 1
         return self.options.max_gradient_buffers or max(least, self.reduce_transport.gradient_buffers)
 
     @property

@@ -347,7 +347,8 @@ class GatheredBuffer(FullBuffer):
             parts = shard.staged_views if shard.needs_staging else shard.views
             parts = parts if shard.replica is None else shard.replica.views
             transfers = list(map(Transfer, [section.plan for section in group.sections], self.views, parts))
-            over, wire = group.data.shard_group, group.wire("gather")
+            over = None if group.is_alone(group.transport) else group.data.shard_group
+            wire = group.wire("gather")
             self._route = group.transport.private.gather_route(transfers, over, group.tag, wire)
         return self._route.start()
 
@@ -384,7 +385,7 @@ class GatheredBuffer(FullBuffer):
             with suppress(OSError):  # whoever needs the values reads them again
                 self._shard.finish_reading()
         if self._staging is not None:
-            self._staging.give_back()
+            self._staging.give_back(PASSED)  # nobody takes it outside of this lane
 
     def _cancel(self) -> None:
         super()._cancel()

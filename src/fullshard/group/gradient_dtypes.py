@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import compress, count
+from typing import Any
 
 import torch
 
 from fullshard.buffer.sections import Section
+from fullshard.device import is_host
 from fullshard.group.context import GroupContext
 from fullshard.torch_private import GRADIENTS_KEEP_DTYPE
 
@@ -61,15 +63,25 @@ class GradientDtypes:
         if group.is_flat:  # parameters must be cut where their shards are: the frozen ones travel too
             sections = tuple(each for each in group.sections if any(trainable[i] for i in each.members))
             return sections, [self.alone(each.members[0]) for each in sections]
-        as_messages = group.reduce_process_group is not None and group.reduce_transport.takes_messages
-        found, chosen = list[Section](), self.together(compress(count(), trainable))
+        chosen = self.together(compress(count(), trainable))
+        as_messages = not group.is_alone(group.reduce_transport) and group.reduce_transport.takes_messages
+        if not is_host(group.device):
+            as_messages = as_messages and not self._casts_whole(chosen)
+        found = list[Section]()
         for (home, travels), members in chosen:
-            # The one copy into a message also casts; zero-copy gradients would be cast one by one.
-            plan = group.plan(members, casts=any(group.compute_dtype(group.params[i]) != travels for i in members))
+            plan = group.plan(members)
             if keeps_whole and home == travels and not group.reduce_transport.compares_reductions:
-                plan = plan.without_large
+                plan = plan.without(0 if group.data.replicate_size == 1 else plan.least_zero_copy)
             found.append(Section(home, tuple(members), plan.messages if as_messages else plan))
         return tuple(found), [travels for (_, travels), _ in chosen]
+
+    def _casts_whole(self, chosen: Sequence[Any]) -> bool:
+        """Whether one launch casts gradients into a buffer from which they travel as they lie there."""
+        group = self._group
+        return any(
+            group.plan(members).zero_copy and any(group.compute_dtype(group.params[i]) != travels for i in members)
+            for (_, travels), members in chosen
+        )
 
     def kept(self, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> frozenset[int]:
         """Parameters whose gradients stay where autograd made them, though they have a place where other ranks read."""

@@ -6,16 +6,16 @@ them. It leaves to :mod:`fullshard.group.gradients` which gradients have arrived
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fullshard.buffer.messages import Rows, pieces_alone
-from fullshard.buffer.plan import Piece
+from fullshard.buffer.plan import Copies, Piece
 from fullshard.buffer.sections import Section
 from fullshard.group.parameter import ShardedParameter, whole_views
-from fullshard.torch_private import Tensors, foreach_copy, shares_memory
+from fullshard.torch_private import Tensors, foreach_add, foreach_copy, shares_memory
 
 Grads = Mapping[int, torch.Tensor]
 
@@ -45,22 +45,34 @@ class WholeViews:
 
     def write(self, grads: Grads, write: Callable[[Tensors, Tensors], object] = foreach_copy) -> None:
         """Copy gradients into the buffer, or add them to what is there (``foreach_add``)."""
-        for index in self.kept & grads.keys():
-            self._keep(index, grads[index])
+        if self.kept and (kept := self.kept & grads.keys()):
+            self._keep(grads, kept)
         copied = [index for index in grads if index not in self.kept] if self.kept else list(grads)
         if copied:
             write([self.views[index] for index in copied], [grads[index] for index in copied])
 
-    def _keep(self, index: int, grad: torch.Tensor) -> None:
-        """Add a zero-copy gradient to the one that is kept. If there is none, keep this, or a copy if it is shared."""
-        is_ours = not (grad.requires_grad or shares_memory(grad))
-        values = grad.detach().permute(self._params[index].order)
-        if index in self.zero_copy:
-            self.zero_copy[index].view(values.shape).add_(values)
-            return
-        if grad.dtype != self.dtypes[index] or not values.is_contiguous() or not is_ours:
-            values = values.to(self.dtypes[index], memory_format=torch.contiguous_format, copy=True)
-        self.zero_copy[index] = values.view(-1)
+    def _keep(self, grads: Grads, kept: Iterable[int]) -> None:
+        """Add zero-copy gradients to those that are kept. If there is none, keep the gradient, or a copy if it is
+        shared or of another dtype. One call makes all copies, and one all sums."""
+        copies: Copies = [], []
+        sums: Copies = [], []
+        for index in kept:
+            grad = grads[index]
+            is_ours = not (grad.requires_grad or shares_memory(grad))
+            values = grad.detach().permute(self._params[index].order)
+            if index in self.zero_copy:
+                sums[0].append(self.zero_copy[index].view(values.shape))
+                sums[1].append(values)
+                continue
+            if grad.dtype != self.dtypes[index] or not values.is_contiguous() or not is_ours:
+                copies[1].append(values)
+                values = torch.empty(values.shape, dtype=self.dtypes[index], device=values.device)
+                copies[0].append(values)
+            self.zero_copy[index] = values.view(-1)
+        if copies[0]:
+            foreach_copy(*copies)
+        if sums[0]:
+            foreach_add(*sums)
 
     def zero(self, index: int) -> None:
         """Set a gradient to zeros."""
@@ -107,8 +119,8 @@ class MessageViews(WholeViews):
 
     def write(self, grads: Grads, write: Callable[[Tensors, Tensors], object] = foreach_copy) -> None:
         indices = grads.keys()
-        for index in (done := self.kept & indices):
-            self._keep(index, grads[index])
+        if done := self.kept & indices:
+            self._keep(grads, done)
         for rows in self._rows if write is foreach_copy else ():
             if indices >= rows.members and rows.fill(grads):
                 done = done | rows.members

@@ -99,6 +99,20 @@ class Gradients:
         """Whether there are gradients that are not in ``param.grad`` yet, waiting or kept."""
         return self.pending or bool(self._partial)
 
+    @property
+    def may_come_in_parts(self) -> bool:
+        """Whether a backward may reduce those that came first before the others: if it adds to none, and those that do
+        not come are not reduced."""
+        options = self._group.options
+        reduces = options.strategy.reduces and options.strategy.all_reduces
+        return reduces and not (options.reduce_unused or self._group.is_flat or self.has_any)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients that wait to be reduced, in the dtypes in which they travel."""
+        params, dtypes = self._group.params, self._views.dtypes
+        return sum(params[i].shape.numel() * dtypes[i].itemsize for i in self._arrived.union(self._waiting))
+
     def unreduced_tensor(self, index: int) -> torch.Tensor | None:
         """The tensor that has a parameter's gradient before it is reduced: one of autograd's, or the whole buffer."""
         if index in self._arrived and index not in self._waiting:
@@ -180,7 +194,11 @@ class Gradients:
         self._waiting_bytes += self._nbytes[index]
         if self._waiting_bytes >= MOST_WAITING:
             self.copy_waiting()
-        elif index in views.kept and (index in self._arrived or grad.dtype != views.dtypes[index]):
+        elif (
+            index in views.kept
+            and self._buffer.pool.is_host
+            and (index in self._arrived or grad.dtype != views.dtypes[index])
+        ):
             views.write({index: self._waiting.pop(index)})  # a zero-copy one that waited would exist twice when copied
             self._arrived.add(index)
 
@@ -293,7 +311,7 @@ class Gradients:
         kept = self._dtypes_of.kept(self._sections, dtypes) if self._keeps_whole else frozenset[int]()
         views = self._views = make(group.params, self._sections, fulls, kept)
         self.feedback.lay_out(views, self._sections, fulls)
-        self._plans: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
+        self._plans: dict[tuple[frozenset[int], bool, bool], ReductionPlan] = {}
         self._gaps: list[torch.Tensor] = []  # parts that travel although no gradient fills them
         if group.is_flat:
             self._gaps += [view for index, view in views.views.items() if not trainable[index]]
@@ -302,8 +320,9 @@ class Gradients:
         self._trained = frozenset(index for index in views.dtypes if trainable[index])
         sizes = {i: group.params[i].shape.numel() * views.dtypes[i].itemsize for i in self._trained}
         nbytes = sizes | dict.fromkeys(views.kept, 0)
-        #: Bytes to copy, by index (0: zero-copy); empty: waiting has no bound.
-        self._nbytes = nbytes if views.kept or sum(nbytes.values()) >= MOST_WAITING else {}
+        #: Bytes to copy, by index (0: zero-copy); empty: waiting has no bound. A device casts all in one launch.
+        is_bounded = (pool.is_host or make is MessageViews) and sum(nbytes.values()) >= MOST_WAITING
+        self._nbytes = nbytes if views.kept or is_bounded else {}
         leaves = [param.unsharded if param.unsharded_spec is None else None for param in group.params]
         plain = self._trained - self._dtypes_of.found.keys()
         #: Leaves whose gradients are taken as they are.
@@ -323,7 +342,7 @@ class Gradients:
         self.copy_waiting()
         if not self._arrived and self._module_params.trainable != self._trainable:
             self._lay_out(self._module_params.trainable)
-        alone = group.data.shard_group is None  # the options may have changed since gradients were laid out
+        alone = group.is_alone(group.reduce_transport)  # the options may have changed since gradients were laid out
         sums = alone and group.adds_whole and group.options.strategy.all_reduces and not self._partial
         if alone and not sums and self._views.kept:
             self._keeps_whole = False
@@ -349,7 +368,7 @@ class Gradients:
         for gap in self._gaps:
             gap.zero_()
         is_final = sums or (group.data.replicate_group is None and group.options.all_reduce_hook is None)
-        plan = self._plans.get((wanted, is_final)) or self._plan_reduction(wanted, is_final)
+        plan = self._plans.get((wanted, is_final, sums)) or self._plan_reduction(wanted, is_final, sums)
         if plan.on_delivery is not None:
             self.feedback.forget_given_up()
         reductions, lane = group.comm.reductions, group.comm.lanes.reduce
@@ -377,7 +396,7 @@ class Gradients:
         if not self._arrived and self._module_params.trainable != self._trainable:
             self._lay_out(self._module_params.trainable)
         is_final = self._group.data.replicate_group is None and self._group.options.all_reduce_hook is None
-        plan = self._plans.get((self._trained, is_final)) or self._plan_reduction(self._trained, is_final)
+        plan = self._plans.get((self._trained, is_final, False)) or self._plan_reduction(self._trained, is_final)
         return self.feedback.summed(plan)
 
     def load_lost(self, chunks: Mapping[int, torch.Tensor]) -> None:
@@ -385,12 +404,11 @@ class Gradients:
         self.feedback.load(chunks)
         self._plans.clear()
 
-    def _plan_reduction(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
+    def _plan_reduction(self, wanted: frozenset[int], is_final: bool, sums: bool = False) -> ReductionPlan:
         """Make the plan of a reduction of these parameters. Usually every step has the same."""
         if len(self._plans) == MOST_PLANS:
             del self._plans[next(iter(self._plans))]
         group, parts, own = self._group, list[Part](), list[Part]()
-        sums = is_final and group.data.replicate_group is not None
         chosen = list[tuple[Section, torch.Tensor, tuple[int, ...]]]()
         for section, full in zip(self._sections, self._fulls, strict=True):
             positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
@@ -421,7 +439,7 @@ class Gradients:
             beside = zero_copy_in(part.plan for part in parts if part.plan.is_messages)
             zero_copy = [parts[each.section].indices[each.param] for each in beside]
         wire = None if sums else self.feedback.wire(parts, zero_copy, own)
-        made = self._plans[wanted, is_final] = ReductionPlan(parts, is_final, sums, packed, zero_copy, wire)
+        made = self._plans[wanted, is_final, sums] = ReductionPlan(parts, is_final, sums, packed, zero_copy, wire)
         if own:
             plans, dtypes = [part.plan for part in parts], [part.full.dtype for part in parts]
             indices, losses = [part.indices for part in own], self.feedback.between_replicas

@@ -101,12 +101,11 @@ class PendingReduction:
         if plan.route is None:
             shards = outputs if any(part.plan.is_messages for part in plan.parts) else [*outputs, *self._zero_copy]
             transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, shards, strict=False)]
-            if plan.sums:
-                assert group.data.replicate_group is not None
-                replicas = group.data.replicate_group
+            replicas = group.data.replicate_group
+            if plan.sums and replicas is not None:
                 plan.route = sum_route(group.reduce_transport, transfers, replicas, group.tag, group.device)
             else:
-                over = group.reduce_process_group
+                over = None if plan.sums else group.reduce_process_group
                 plan.route = group.reduce_transport.reduce_route(transfers, over, group.tag, plan.wire)
         self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._zero_copy)
         if plan.sums:

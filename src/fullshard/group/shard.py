@@ -53,7 +53,7 @@ class ShardBuffer:
         self.written = self.views or tuple(self.chunks.values())  # tensors whose versions count the writes
         self.staged_views: tuple[torch.Tensor, ...] = ()
         is_like = dtypes == group.compute_dtypes and not group.offloads_to_host and not self.on_disk
-        is_alone = group.data.shard_group is None
+        is_alone = group.is_alone(group.transport)
         self.needs_staging = bool(self.on_disk) or not (is_alone or is_like)  # without other ranks a gather casts
         self.replica = ReplicaShard(group) if group.data.shards_replicas else None
         #: Whether the shard is the full buffer: it has every parameter, as the modules use it.

@@ -42,6 +42,8 @@ _CUT_SHORT = (
     "the root module, on every rank, before the next forward"
 )
 
+#: Bytes of gradients that are worth a reduction of their own.
+EARLY = 1 << 24
 
 #: Called when an outermost forward of a tree begins, after what users changed was noticed, with its unit.
 at_forwards: list[Callable[[Schedule, Scheduled], None]] = []
@@ -89,6 +91,7 @@ class Schedule:
         self.prefetch_bytes: int | None = None
         self.is_last_backward = True
         self._backward_began = False  # whether one has begun in a step that has not ended
+        self.reduces_early: Sequence[ParamGroup] = ()  # of the root: what has arrived is reduced before the rest
         self._last_forward: weakref.ref[object] | None = None  # the mark of the last forward, until a backward begins
         self._is_awaited = False  # whether reductions that were finalized by hand have yet to be waited for
         self.after_optimizer: torch.Event | None = None
@@ -249,6 +252,8 @@ class Schedule:
                 if group.module_params.left is not None:
                     group.keep_writes()
                     group.module_params.left = None
+            early = () if self.root.finalizes_by_hand else self.root.groups
+            self.reduces_early = [group for group in early if group.gradients.may_come_in_parts]
             self.passes.begin("backward", self.groups())
             call_after_backward(self.end_backward)
 
@@ -263,6 +268,15 @@ class Schedule:
         if unit.groups:
             wanted = filter(attrgetter("options.unshard_in_backward"), ahead)
             self._gather_ahead(wanted, self.prefetch_limit, self.prefetch_bytes)
+
+    def reduce_early(self, unit: Scheduled) -> None:
+        """Reduce the gradients of the root that have arrived when the first unit inside it begins its backward: those
+        of a head need not wait for those of an embedding, which are the last of all."""
+        if unit is not self.root:
+            early, self.reduces_early = self.reduces_early, ()
+            for group in early:
+                if group.gradients.nbytes >= EARLY:
+                    self.reduce(group)
 
     def end_backward(self) -> None:
         """Reduce what still waits, wait for every reduction, and leave every group as a next step expects it."""

@@ -302,14 +302,15 @@ class Unit:
             refuse_updated(self.needed, use.updates)
         if not schedule.step.now.has_backward:
             schedule.begin_backward()
-        if use in self._in_backward:
-            return
+        is_known = use in self._in_backward
         self._in_backward[use] = None
-        if self.phase is Phase.BACKWARD:
+        if is_known or self.phase is Phase.BACKWARD:
             return
         self.begin_backward(schedule)
         if self.prefetches_backward == "before":
             schedule.prefetch_backward(self)
+        if schedule.reduces_early:
+            schedule.reduce_early(self)
 
     def post_backward(self, use: Use) -> None:
         """Runs when autograd has the gradients of the inputs."""
@@ -456,8 +457,7 @@ def groups_in(module: Any, recurse: bool) -> list[ParamGroup]:
 
 def tree_schedule(module: Any) -> Schedule:
     """The schedule of the tree that a sharded module is in."""
-    unit = sharded_unit(module)
-    return unit.schedule or unit.start()
+    return (unit := sharded_unit(module)).schedule or unit.start()
 
 
 def root_schedule(module: Any, method: str) -> Schedule | None:
