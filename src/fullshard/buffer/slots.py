@@ -45,7 +45,10 @@ class SlotPool:
     registered with a backend, which costs more than to keep it."""
 
     def __init__(self, device: torch.device, allocate: Allocate, stays: bool = False) -> None:
-        self.device, self.stays = device, stays
+        self.device = device
+        #: Whether large memory that is not in use goes to the device's allocator before other memory is made, and when
+        #: a forward or a step ends.
+        self.gives_back = not (stays or is_host(device))
         self.is_host = is_host(device)
         self._allocate = allocate
         #: Slots that any buffer may take: those that nobody holds first, then the longest unused.
@@ -54,8 +57,18 @@ class SlotPool:
         #: Size of an ordinary slot: the largest buffer that takes turns. Larger ones have slots of their own size.
         self.ordinary = 0
 
+    def find(self, buffer: SlotBuffer) -> Slot | None:
+        """A slot for ``buffer`` that is not in use, if one has room and not too much."""
+        for at, slot in enumerate(self.free):
+            has_room = buffer.takes_turns and buffer.nbytes < slot.nbytes <= max(2 * buffer.nbytes, self.ordinary)
+            if slot.nbytes == buffer.nbytes or has_room:
+                return self.free.pop(at)
+        return None
+
     def make(self, buffer: SlotBuffer) -> Slot:
         """A new slot for ``buffer``."""
+        if self.gives_back:
+            self.drop(LARGE)
         size = self.ordinary if buffer.takes_turns and buffer.nbytes <= self.ordinary else buffer.nbytes
         if not CAN_SWAP_MEMORY and self.device != META:
             return Slot(torch.empty(size, dtype=torch.uint8, device=META))
@@ -135,13 +148,7 @@ class SlotBuffer:
             if not self.keeps_memory:
                 pool.free.remove(slot)
             return slot.released
-        for slot in pool.free:
-            has_room = self.takes_turns and self.nbytes < slot.nbytes <= max(2 * self.nbytes, pool.ordinary)
-            if slot.nbytes == self.nbytes or has_room:
-                pool.free.remove(slot)
-                break
-        else:
-            slot = pool.make(self)
+        slot = pool.find(self) or pool.make(self)
         self.slot, self.in_use, holder = slot, True, slot.holder
         if not CAN_SWAP_MEMORY:
             slot.released.wait()  # before the allocator has the memory

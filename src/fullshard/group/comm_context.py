@@ -84,6 +84,7 @@ class CommContext:
         key = (kind, id(transport))
         if key not in self.pools:
             self.pools[key] = SlotPool(self._device, transport.allocate, transport.registers_memory)
+            self.pools[key].gives_back &= not self._is_in_graph
         return self.pools[key]
 
     def forget_marks_at_capture(self) -> bool:
@@ -92,6 +93,7 @@ class CommContext:
         before, self._was_captured = self._was_captured, is_capturing(self._device)
         if not (before or self._was_captured):
             return False
+        self._keep_memory()
         if before is not self._was_captured:
             self.reductions.forget_marks()
         for pool in self.pools.values():
@@ -102,13 +104,16 @@ class CommContext:
 
     def give_back_memory(self) -> None:
         """Give large memory of a device that is not in use to its allocator, unless a captured graph knows it."""
-        if is_host(self._device):
-            return
         if is_capturing(self._device):
-            self._is_in_graph = SHARED.is_in_graph = True
-        if not self._is_in_graph:  # as on all ranks, which must agree on what is still in slots
-            for pool in self.pools.values():
-                if not pool.stays:
-                    pool.drop(LARGE)
-        if not SHARED.is_in_graph:
+            self._keep_memory()
+        for pool in self.pools.values():
+            if pool.gives_back:  # as on all ranks, which must agree on what is still in slots
+                pool.drop(LARGE)
+        if not (is_host(self._device) or SHARED.is_in_graph):
             SHARED.drop(LARGE)
+
+    def _keep_memory(self) -> None:
+        """Keep all memory from now on: a graph knows addresses in it."""
+        self._is_in_graph = SHARED.is_in_graph = True
+        for pool in self.pools.values():
+            pool.gives_back = False

@@ -16,6 +16,7 @@ import torch
 from fullshard.buffer.sections import Section
 from fullshard.device import is_host
 from fullshard.group.context import GroupContext
+from fullshard.group.strategy import Placement
 from fullshard.torch_private import GRADIENTS_KEEP_DTYPE
 
 
@@ -65,8 +66,8 @@ class GradientDtypes:
             return sections, [self.alone(each.members[0]) for each in sections]
         chosen = self.together(compress(count(), trainable))
         as_messages = not group.is_alone(group.reduce_transport) and group.reduce_transport.takes_messages
-        if not is_host(group.device):
-            as_messages = as_messages and not self._casts_whole(chosen)
+        if as_messages and self._casts_in_slots(chosen):
+            as_messages = False
         found = list[Section]()
         for (home, travels), members in chosen:
             plan = group.plan(members)
@@ -75,9 +76,13 @@ class GradientDtypes:
             found.append(Section(home, tuple(members), plan.messages if as_messages else plan))
         return tuple(found), [travels for (_, travels), _ in chosen]
 
-    def _casts_whole(self, chosen: Sequence[Any]) -> bool:
-        """Whether one launch casts gradients into a buffer from which they travel as they lie there."""
+    def _casts_in_slots(self, chosen: Sequence[Any]) -> bool:
+        """Whether a device casts gradients into a slot, from which they travel as they lie there. A group that stays
+        unsharded, as the root does, has no slot that others take too: its gradients are cast into memory of their own.
+        """
         group = self._group
+        if is_host(group.device) or group.options.strategy.after_forward is Placement.REPLICATED:
+            return False
         return any(
             group.plan(members).zero_copy and any(group.compute_dtype(group.params[i]) != travels for i in members)
             for (_, travels), members in chosen

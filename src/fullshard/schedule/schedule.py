@@ -280,6 +280,8 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Reduce what still waits, wait for every reduction, and leave every group as a next step expects it."""
+        if self.is_last_backward:
+            self.comm.give_back_memory()  # the root's gradients come next, when the blocks need theirs no more
         for unit in reversed(self.units):
             unit.end_backward(self)
         self.step.end_pass("backward")
