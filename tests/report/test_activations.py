@@ -190,10 +190,19 @@ def test_gradients_of_parameters_are_no_activations() -> None:
     assert found.backward < 8 * 4 * 512 < 4 * 512 * 512
 
 
+class ChannelsLast(nn.Conv2d):
+    """A convolution whose input and output have their channels in the last dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
 #: Layers whose kernels take more than their results, each with the shape of its input.
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "LSTM": (lambda: nn.LSTM(768, 512, batch_first=True), (4, 128, 768)),  # an input wider than the output
     "convolution": (lambda: nn.Conv2d(144, 40, 3, padding=1), (4, 144, 64, 64)),
+    "channels last": (lambda: ChannelsLast(256, 256, 7, padding=3), (4, 16, 16, 256)),
+    "each channel for itself": (lambda: ChannelsLast(256, 256, 7, padding=3, groups=256), (4, 16, 16, 256)),
 }
 
 

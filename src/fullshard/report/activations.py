@@ -11,6 +11,7 @@ Nothing is gathered or sent. Afterwards modules and units are as they were befor
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -204,10 +205,39 @@ def _lowered(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return *(each.to(torch.bfloat16) for each in args[:2]), *args[2:]
 
 
+def _copied_by_convolution(
+    images: tuple[torch.Tensor, ...], weight: torch.Tensor, options: tuple[Any, ...], is_backward: bool
+) -> int:
+    """The bytes of copies in blocks of 16 channels. Where channels are last, only the weight is copied in blocks, each
+    group for itself, and before that in the order of the images: autograd copies its gradient back, which so counts."""
+    _, _, dilation, is_transposed, _, groups = options[:6]
+    sums = is_backward and weight.itemsize < torch.float32.itemsize  # in fp32
+    if not any(map(_has_channels_last, (*images, weight))):
+        blocks = [_in_blocks(each) for each in images]  # forward frees its input's before it copies the output back
+        return weight.nbytes * (1 + sums) + (sum(blocks) if is_backward or is_transposed else max(blocks))
+    rows, columns, *kernel = weight.shape[0] // groups, *weight.shape[1:]
+    filled = groups * _filled_up(rows) * _filled_up(columns) * math.prod(kernel) * weight.itemsize
+    is_small = len(kernel) == 2 and kernel[-1] <= 3 and max(dilation) == 1
+    if rows == columns == 1 and (is_small or not is_backward):
+        filled = 0  # there is a kernel for single channels
+    elif sums and groups > 1 and filled > weight.nbytes:
+        filled *= 4
+    return filled + sum(each.nbytes for each in (*images, weight) if not _has_channels_last(each))
+
+
+def _has_channels_last(images: torch.Tensor) -> bool:
+    """Whether the channels of a pixel lie beside each other."""
+    return images.ndim > 3 and images.stride(1) == 1 and images[0, 0].numel() > 1
+
+
 def _in_blocks(images: torch.Tensor) -> int:
-    """The bytes of a copy in blocks of 16 channels; a few channels, as of pictures, are not filled up."""
+    """The bytes of a copy in blocks of channels; a few channels, as of pictures, are not filled up."""
     channels = images.shape[1]
-    return images.nbytes // channels * (-channels // 16 * -16 if channels > 4 else channels)
+    return images.nbytes // channels * (_filled_up(channels) if channels > 4 else channels)
+
+
+def _filled_up(channels: int) -> int:
+    return -channels // 16 * -16
 
 
 @cache
@@ -308,10 +338,10 @@ class _Step(DispatchMode):
     def _count_work(self, operator: Any, args: tuple[Any, ...], result: Any) -> None:
         """Count what kernels of the CPU take while they run, such as copies in the order of the kernel."""
         copied = 0
-        if operator is _CONVOLUTIONS[0]:  # the copy of the input is gone when that of the output is copied back
-            copied = args[1].nbytes + max(_in_blocks(args[0]), _in_blocks(result))
+        if operator is _CONVOLUTIONS[0]:
+            copied = _copied_by_convolution((args[0], result), args[1], args[3:], is_backward=False)
         elif operator is _CONVOLUTIONS[1]:
-            copied = args[2].nbytes + _in_blocks(args[0]) + _in_blocks(args[1])
+            copied = _copied_by_convolution(args[:2], args[2], args[4:], is_backward=True)
         elif operator is _RECURRENT[0]:  # and the gates of all steps
             copied = args[1].nbytes + args[2].nbytes + 4 * result[0].nbytes
         elif operator is _RECURRENT[1]:

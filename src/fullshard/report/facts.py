@@ -27,9 +27,10 @@ from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.group.strategy import Placement
 from fullshard.report.offloaded_facts import OffloadedFacts, offloaded_facts
+from fullshard.report.outside import bytes_outside
 from fullshard.report.text import dtype_name, wire_text
 from fullshard.schedule.unit import Unit, unit_of, units_in
-from fullshard.strangers import known_to, strangers_in
+from fullshard.strangers import strangers_in
 from fullshard.wrap import repeated_blocks
 
 
@@ -229,7 +230,7 @@ class ModelFacts:
             memory, or else the ``"modules"``, as they were registered.
         prefetch: how many groups are gathered ahead; ``None``: as many as have ``prefetch_bytes`` together.
         left_out: names of parameters that require gradients and belong to no group.
-        outside: bytes of parameters and buffers that belong to no group.
+        outside: bytes of parameters, buffers and other tensors of modules that belong to no group.
         blocks: the classes of its repeated blocks, one entry for each block.
     """
 
@@ -279,8 +280,6 @@ def facts_of(model: nn.Module, order: Sequence[int] = ()) -> ModelFacts:
     position = {group: at for at, group in enumerate(groups)}
     inside = {inner for unit in units for each in unit.modules for inner in each.modules() if inner is not each}
     roots = [unit for unit in units if not unit.is_list and unit.modules[0] not in inside]
-    managed = known_to(groups)
-    others = [param for param in model.parameters() if id(param) not in managed]
     return ModelFacts(
         name=_class_of(model),
         groups=tuple(_group_facts(group, unit, unit in roots, names) for unit in units for group in unit.groups),
@@ -289,7 +288,7 @@ def facts_of(model: nn.Module, order: Sequence[int] = ()) -> ModelFacts:
         prefetch=schedules[0].prefetch_limit if schedules else 1,
         prefetch_bytes=schedules[0].prefetch_bytes if schedules else None,
         left_out=tuple(strangers_in(model)),
-        outside=sum(tensor.nbytes for tensor in [*others, *model.buffers()]),
+        outside=bytes_outside(model, groups),
         blocks=tuple(map(_class_of, repeated_blocks(model))),
     )
 
