@@ -29,7 +29,7 @@ from fullshard.comm import collective
 
 #: Steps before the one that is counted.
 _WARM_UP = 3
-_OURS = Contender("fullshard", "fullshard", "collective", forced=True)
+OURS = Contender("fullshard", "fullshard", "collective", forced=True)
 #: Operations that write one value everywhere.
 _FILLS = {
     "aten::fill_",
@@ -84,10 +84,10 @@ def _measure(counts: list[int | str], groups: int, casts: bool) -> dict[int | st
 
 def _measure_count(count: int | str, groups: int, casts: bool) -> dict[str, Any]:
     found = {}
-    for contender in (_OURS, FSDP2, ALONE):
+    for contender in (OURS, FSDP2, ALONE):
         model, blocks, x = _build(count, groups)
         unit = sum(param.nbytes for param in blocks[0].parameters())
-        with _device() if contender is _OURS else nullcontext(SimulatedStreams(_Unordered())) as streams:
+        with simulated_device() if contender is OURS else nullcontext(SimulatedStreams(_Unordered())) as streams:
             model = contender.wrap(model, blocks, casts=casts)
             for _ in range(_WARM_UP):
                 _run(model, x)
@@ -165,7 +165,7 @@ class _Unordered:
 
 
 @contextmanager
-def _device() -> Iterator[SimulatedStreams]:
+def simulated_device() -> Iterator[SimulatedStreams]:
     """The CPU as a device with streams, whose collectives are those of NCCL."""
     with simulate(_Unordered()) as streams, ExitStack() as stack:
         for name, value in (

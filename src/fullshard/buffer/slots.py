@@ -57,14 +57,6 @@ class SlotPool:
         #: Size of an ordinary slot: the largest buffer that takes turns. Larger ones have slots of their own size.
         self.ordinary = 0
 
-    def find(self, buffer: SlotBuffer) -> Slot | None:
-        """A slot for ``buffer`` that is not in use, if one has room and not too much."""
-        for at, slot in enumerate(self.free):
-            has_room = buffer.takes_turns and buffer.nbytes < slot.nbytes <= max(2 * buffer.nbytes, self.ordinary)
-            if slot.nbytes == buffer.nbytes or has_room:
-                return self.free.pop(at)
-        return None
-
     def make(self, buffer: SlotBuffer) -> Slot:
         """A new slot for ``buffer``."""
         if self.gives_back:
@@ -148,7 +140,14 @@ class SlotBuffer:
             if not self.keeps_memory:
                 pool.free.remove(slot)
             return slot.released
-        slot = pool.find(self) or pool.make(self)
+        for slot in pool.free:
+            has_room = self.takes_turns and self.nbytes < slot.nbytes <= max(2 * self.nbytes, pool.ordinary)
+            if slot.nbytes == self.nbytes or has_room:
+                pool.free.remove(slot)
+                break
+        else:
+            slot = None  # the pool may free it
+            slot = pool.make(self)
         self.slot, self.in_use, holder = slot, True, slot.holder
         if not CAN_SWAP_MEMORY:
             slot.released.wait()  # before the allocator has the memory

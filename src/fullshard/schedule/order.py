@@ -33,6 +33,11 @@ class Order(Generic[Group]):
             self._entered_before = self.entered
         self.entered = []
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether as many groups were entered as in the last forward, so that none is likely to follow."""
+        return len(self.entered) >= len(self._entered_before)
+
     def next_in_forward(self) -> Iterator[Group]:
         """The groups that followed, in the last step, the one that was just entered."""
         at = len(self.entered)

@@ -77,6 +77,7 @@ class Schedule:
         self.units = units
         self.device = device
         self._groups = [group for unit in units for group in unit.groups]
+        self.has_streams = not is_host(device)
         self._starts_early = is_host(device) and any(group.starts_early for group in self._groups)
         used = [each for group in self._groups for each in (group.data.shard_group, group.data.replicate_group)]
         self._process_groups = list(dict.fromkeys(each for each in used if each is not None))
@@ -233,7 +234,7 @@ class Schedule:
             if unit.to_run:  # modules of a list that have not run, or of a unit whose error the model caught
                 unit.end_forward(self)
         checks.check_stale_writes(self._groups)
-        self.comm.give_back_memory()  # the loss comes next, when activations need most
+        self.comm.give_back_memory()
 
     def prefetch_forward(self, unit: Scheduled) -> None:
         """Gather ahead the groups that follow those of ``unit``."""

@@ -256,6 +256,8 @@ class Unit:
                     group.reshard_after_forward()
         self.phase, self._is_opaque = Phase.IDLE, False
         self.to_run.clear()
+        if schedule.has_streams and schedule.order.is_at_end:
+            schedule.comm.give_back_memory()  # a head and a loss come next, when activations need most
 
     def _cast_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         dtype = self.mp_policy.param_dtype
@@ -377,18 +379,16 @@ class Unit:
 
     def reset(self) -> None:
         """Return to the state at the beginning of a step."""
-        self.phase = Phase.IDLE
+        self.phase, self._marked = Phase.IDLE, marks.NONE
         self._in_backward, self._is_differentiated, self._is_opaque = {}, False, False
         self.to_run.clear()
-        self._marked = marks.NONE
         for group in self.groups:
             group.users.clear()
             group.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """The unit of copied modules, at the beginning of a step and not yet part of a tree."""
-        twin: Unit = copy.copy(self)
-        memo[id(self)] = twin
+        twin: Unit = memo.setdefault(id(self), copy.copy(self))
         twin.schedule, twin.needed, twin.emptied, twin.extents = None, [], [], []
         twin.to_run, twin._in_backward, twin._marked, twin._replaced = set(), {}, marks.NONE, Replacements()
         for name in self.tree:
