@@ -6,7 +6,7 @@ storage and giving it back moves it out, so that what autograd saved is right ag
 
 A buffer that was given back keeps its slot, and its values, until somebody else needs it: taking it again then costs
 nothing. Where storages cannot exchange their memory, a slot is only a size: its taker frees the memory of its last
-holder, and allocates anew.
+holder, and allocates anew. On the CPU each keeps its address, and only the pages move.
 
 A :class:`Staging` owns the memory that transports work in, as many pieces as exchanges are under way at once. Pieces
 stay and grow: to fault memory in again at each exchange would cost nine times as much as to copy it.
@@ -19,12 +19,14 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from itertools import chain
 
 import torch
 
-from fullshard.device import HOSTS, META, PASSED, Mark, current_stream, is_host, mark_now
+from fullshard.buffer.shared_memory import Segment
+from fullshard.device import CPU, HOSTS, META, PASSED, Mark, current_stream, is_host, mark_now
 from fullshard.torch_private import CAN_SWAP_MEMORY, alias_storage, storage_id, swap_memory
 
 Allocate = Callable[[int, torch.device], torch.Tensor]
@@ -117,8 +119,15 @@ class SlotBuffer:
         self._size = 0  # bytes at its address, its own or stale
         self._stale: SlotPool | None = None  # where its address lies while it has no slot
         self.in_use = False
+        #: What the storage has on the CPU where storages cannot exchange memory. Without memory, a late write to a
+        #: parameter would end the process; here it is found by its version.
+        self._segment: Segment | None = None
         with torch.inference_mode(False):
             own = torch.empty(0, dtype=torch.uint8, device=pool.device)
+            if not CAN_SWAP_MEMORY and pool.device == CPU and nbytes:
+                with suppress(OSError):  # more than the process may have
+                    self._segment = Segment.reserve(nbytes)
+                    own = self._segment.tensor(0, nbytes, torch.uint8)
         self._storage = own.untyped_storage()
         self.storage_id = storage_id(own)  # identifies the storage that all views of the buffer have
         pool.buffers.add(self)
@@ -153,8 +162,11 @@ class SlotBuffer:
         if not CAN_SWAP_MEMORY:
             slot.released.wait()  # before the allocator has the memory
             if holder is not None:
+                if holder._segment is not None and self._segment is not None:
+                    holder._segment.give_pages(self._segment)
                 holder.give_up_slot()
-            self._storage.resize_(slot.nbytes)
+            if self._segment is None:
+                self._storage.resize_(slot.nbytes)
             slot.released = mark_now(pool.device)
         elif holder is not None and self._stale is pool is holder.pool and self._size == slot.nbytes:
             swap_memory(self._storage, holder._storage)  # the one gets the memory, the other a stale address
@@ -186,7 +198,10 @@ class SlotBuffer:
         assert slot is not None
         slot.holder = None
         if not CAN_SWAP_MEMORY:
-            self._storage.resize_(0)
+            if self._segment is not None:
+                self._segment.discard_writes()
+            else:
+                self._storage.resize_(0)
             return
         slot.storage = alias_storage(self._storage)
         swap_memory(self._storage, slot.storage)
