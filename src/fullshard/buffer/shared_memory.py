@@ -229,12 +229,6 @@ class Segment:
         _mapped.pop(other.pages.start, None)
         self.address, self.pages.is_shared = other.address, other.pages.is_shared
 
-    def give_pages(self, other: Segment) -> None:
-        """Move the memory to the place of ``other`` if that has as many pages, and the system can. Zeros are left."""
-        nbytes, whole = self.address.nbytes, -(-self.address.nbytes // mmap.PAGESIZE)
-        if whole == -(-other.address.nbytes // mmap.PAGESIZE):  # a part would be in several mappings the next time
-            _libc().mremap(self.pages.start, nbytes, nbytes, _MOVE | _LEAVE, other.pages.start)
-
     def was_written(self) -> bool:
         """Whether this process has pages of its own in a private mapping. Takes about 10 ns for each KiB."""
         pages = -(-self.address.nbytes // mmap.PAGESIZE)
@@ -246,7 +240,10 @@ class Segment:
         of_file = (entries >> 61) & 1 != 0
         return bool((there & ~of_file).any())
 
-    def discard_writes(self) -> None:
+    def discard_writes(self, to: Segment | None = None) -> None:
+        """Let go of the pages of this process. ``to`` has them then if it is as large, and the system can move them."""
+        if to is not None and (nbytes := to.address.nbytes) == self.address.nbytes:
+            _libc().mremap(self.pages.start, nbytes, nbytes, _MOVE | _LEAVE, to.pages.start)
         _libc().madvise(self.pages.start, self.address.nbytes, mmap.MADV_DONTNEED)
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

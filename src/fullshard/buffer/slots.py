@@ -119,8 +119,7 @@ class SlotBuffer:
         self._size = 0  # bytes at its address, its own or stale
         self._stale: SlotPool | None = None  # where its address lies while it has no slot
         self.in_use = False
-        #: What the storage has on the CPU where storages cannot exchange memory. Without memory, a late write to a
-        #: parameter would end the process; here it is found by its version.
+        #: Its memory on the CPU where storages exchange none. It stays mapped: a late write ends no process.
         self._segment: Segment | None = None
         with torch.inference_mode(False):
             own = torch.empty(0, dtype=torch.uint8, device=pool.device)
@@ -162,9 +161,7 @@ class SlotBuffer:
         if not CAN_SWAP_MEMORY:
             slot.released.wait()  # before the allocator has the memory
             if holder is not None:
-                if holder._segment is not None and self._segment is not None:
-                    holder._segment.give_pages(self._segment)
-                holder.give_up_slot()
+                holder.give_up_slot(self)
             if self._segment is None:
                 self._storage.resize_(slot.nbytes)
             slot.released = mark_now(pool.device)
@@ -192,19 +189,18 @@ class SlotBuffer:
             if not self.keeps_memory:
                 self.pool.free.append(self.slot)
 
-    def give_up_slot(self) -> None:
+    def give_up_slot(self, taker: SlotBuffer | None = None) -> None:
         """Give up the slot to another buffer. A stale read finds the old address, or torch refuses it."""
         slot, self.slot = self.slot, None
         assert slot is not None
         slot.holder = None
-        if not CAN_SWAP_MEMORY:
-            if self._segment is not None:
-                self._segment.discard_writes()
-            else:
-                self._storage.resize_(0)
-            return
-        slot.storage = alias_storage(self._storage)
-        swap_memory(self._storage, slot.storage)
+        if self._segment is not None:
+            self._segment.discard_writes(taker._segment if taker else None)
+        elif not CAN_SWAP_MEMORY:
+            self._storage.resize_(0)
+        else:
+            slot.storage = alias_storage(self._storage)
+            swap_memory(self._storage, slot.storage)
 
     def change_pool(self, pool: SlotPool) -> None:
         """Take slots from another pool from now on; one that is in use stays until it is given back."""
