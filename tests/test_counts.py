@@ -28,7 +28,7 @@ SLACK = 0.02
 #: Calls of Python and C functions for a group in a step, by the number of its parameters.
 CALLS = {4: 210, 8: 214, 32: 238}
 #: How many more there may be where storages cannot exchange memory: whoever takes a slot frees and allocates.
-MORE = {} if CAN_SWAP_MEMORY else {"calls": 10, "events": 4.125, "stream_waits": 2.5}
+MORE = {} if CAN_SWAP_MEMORY else {"calls": 7, "events": 4.125, "stream_waits": 2.5}
 #: Bytes of a step on two ranks by transport, in bytes of all parameters: copied by each rank, and sent. A reduction by
 #: gloo's collectives is an all-reduce, and sends twice what it must.
 COPIED = {"shm": 1.015, "p2p": 3.001, "collective": 2.84}
