@@ -16,7 +16,8 @@ from benchmarks.traffic import Traffic
 from torch import nn
 
 import fullshard
-from tests.fully_shard.cases import groups_of
+from fullshard.torch_private import CAN_SWAP_MEMORY
+from tests.fully_shard.cases import EXCHANGED, groups_of
 from tests.harness import World, ranks
 
 SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
@@ -26,6 +27,8 @@ ENGINE, LINES = ("buffer", "comm", "group", "schedule"), 9_800
 SLACK = 0.02
 #: Calls of Python and C functions for a group in a step, by the number of its parameters.
 CALLS = {4: 210, 8: 214, 32: 238}
+#: How many more there may be where storages cannot exchange memory: whoever takes a slot frees and allocates.
+MORE = {} if CAN_SWAP_MEMORY else {"calls": 7, "events": 4.125, "stream_waits": 2.5}
 #: Bytes of a step on two ranks by transport, in bytes of all parameters: copied by each rank, and sent. A reduction by
 #: gloo's collectives is an all-reduce, and sends twice what it must.
 COPIED = {"shm": 1.015, "p2p": 3.001, "collective": 2.84}
@@ -54,7 +57,8 @@ def test_the_engine_does_not_grow() -> None:
 def test_a_group_takes_no_more_calls_in_a_step() -> None:
     found = measure_host(2, list(CALLS), groups=24, rounds=1)["counts"]
     calls = {count: round(each["fullshard"]["calls"]) for count, each in found.items()}
-    assert all(calls[count] <= most for count, most in CALLS.items()), f"{calls}, and may be {CALLS}"
+    limits = {count: most + MORE.get("calls", 0) for count, most in CALLS.items()}
+    assert all(calls[count] <= limits[count] for count in CALLS), f"{calls}, and may be {limits}"
 
 
 @pytest.mark.parametrize(("world_size", "casts"), LAUNCHES)
@@ -62,7 +66,8 @@ def test_a_group_asks_no_more_of_a_device_in_a_step(world_size: int, casts: bool
     found = measure_launches(world_size, [8, TRANSFORMER], groups=8, casts=casts)["counts"]
     costs = [each["fullshard"] for each in found.values()]
     for what, most in (ALWAYS | LAUNCHES[world_size, casts]).items():
-        assert all(cost[what] <= limit for cost, limit in zip(costs, most, strict=True)), f"{what}: {costs}"
+        limits = [limit + MORE.get(what, 0) for limit in most]
+        assert all(cost[what] <= limit for cost, limit in zip(costs, limits, strict=True)), f"{what}: {costs}"
 
 
 @pytest.mark.slow
@@ -76,7 +81,7 @@ def test_large_parameters_are_not_copied(world_size: int) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", COPIED)
+@pytest.mark.parametrize("transport", [pytest.param(name, marks=EXCHANGED if name == "shm" else ()) for name in COPIED])
 def test_a_step_moves_no_more_bytes(world: World, transport: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     model = WORK.build()

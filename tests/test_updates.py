@@ -64,9 +64,13 @@ def test_no_backward_computes_with_what_an_optimizer_made_of_its_forward(world: 
 def test_a_backward_is_not_stopped_by_a_step_on_what_it_does_not_use(world: World, fsdp: Library) -> None:
     """Two heads of one group, each with its optimizer, as an actor and a critic have them."""
 
-    class Heads(nn.ModuleDict):
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Linear(6, 3, bias=False) for _ in "ab")
+
         def forward(self, x: Tensor, name: str) -> Tensor:
-            return self[name](x).square()  # type: ignore[no-any-return]
+            return getattr(self, name)(x).square()  # type: ignore[no-any-return]
 
     def gradient(model: nn.Module) -> Tensor:
         first, *rest = model.parameters()
@@ -77,5 +81,4 @@ def test_a_backward_is_not_stopped_by_a_step_on_what_it_does_not_use(world: Worl
         late.backward()
         return kept(rest[0].grad)
 
-    heads = lambda: seeded(lambda: Heads({name: nn.Linear(6, 3, bias=False) for name in "ab"}))  # noqa: E731
-    assert_close(gradient(fsdp.fully_shard(heads())), gradient(heads()), "gradient")
+    assert_close(gradient(fsdp.fully_shard(seeded(Heads))), gradient(seeded(Heads)), "gradient")

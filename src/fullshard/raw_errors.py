@@ -26,6 +26,7 @@ _REFUSALS = (
     "got mixed torch.Tensor and DTensor",
     "does not have a sharding strategy registered",
     "Sharding propagation failed",
+    "in-place operations that require placement changes",
     "is not supported for tensor subclasses",
     "unsupported format string passed to DTensor",
     "access the data pointer on an invalid python storage",

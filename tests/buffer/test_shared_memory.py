@@ -55,6 +55,19 @@ def test_what_one_writes_others_read(nbytes: int) -> None:
     assert mine[-1] == 8
 
 
+def test_memory_moves_to_a_segment_as_large() -> None:
+    segments = [Segment.reserve(nbytes) for nbytes in (5000, 5000, 9000)]
+    one, other, larger = (segment.tensor(0, 5000, torch.uint8) for segment in segments)
+    for value in (7, 8):
+        one.fill_(value)
+        segments[0].discard_writes(segments[1])
+        assert other.tolist() == [value] * 5000
+        assert not one.any()
+    segments[1].discard_writes(segments[2])
+    assert not other.any()
+    assert not larger.any()
+
+
 def test_another_process_opens_it() -> None:
     segment = Segment.create(16)
 

@@ -30,7 +30,7 @@ LINE = 64  # bytes that counters take for each process: no two share a cache lin
 _NAME, _PAGEMAP = "fullshard", "/proc/self/pagemap"
 _OF_PROCESS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
-_MOVE = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
+_MOVE, _LEAVE = 3, 4  # MREMAP_MAYMOVE | MREMAP_FIXED, MREMAP_DONTUNMAP
 
 
 class Address(NamedTuple):
@@ -240,7 +240,10 @@ class Segment:
         of_file = (entries >> 61) & 1 != 0
         return bool((there & ~of_file).any())
 
-    def discard_writes(self) -> None:
+    def discard_writes(self, to: Segment | None = None) -> None:
+        """Let go of the pages of this process. ``to`` has them then if it is as large, and the system can move them."""
+        if to is not None and (nbytes := to.address.nbytes) == self.address.nbytes:
+            _libc().mremap(self.pages.start, nbytes, nbytes, _MOVE | _LEAVE, to.pages.start)
         _libc().madvise(self.pages.start, self.address.nbytes, mmap.MADV_DONTNEED)
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -6,7 +6,7 @@ storage and giving it back moves it out, so that what autograd saved is right ag
 
 A buffer that was given back keeps its slot, and its values, until somebody else needs it: taking it again then costs
 nothing. Where storages cannot exchange their memory, a slot is only a size: its taker frees the memory of its last
-holder, and allocates anew.
+holder, and allocates anew. On the CPU each keeps its address, and only the pages move.
 
 A :class:`Staging` owns the memory that transports work in, as many pieces as exchanges are under way at once. Pieces
 stay and grow: to fault memory in again at each exchange would cost nine times as much as to copy it.
@@ -19,12 +19,14 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from itertools import chain
 
 import torch
 
-from fullshard.device import HOSTS, META, PASSED, Mark, current_stream, is_host, mark_now
+from fullshard.buffer.shared_memory import Segment
+from fullshard.device import CPU, HOSTS, META, PASSED, Mark, current_stream, is_host, mark_now
 from fullshard.torch_private import CAN_SWAP_MEMORY, alias_storage, storage_id, swap_memory
 
 Allocate = Callable[[int, torch.device], torch.Tensor]
@@ -109,8 +111,14 @@ class SlotBuffer:
         self._size = 0  # bytes at its address, its own or stale
         self._stale: SlotPool | None = None  # where its address lies while it has no slot
         self.in_use = False
+        #: Its memory on the CPU where storages exchange none. It stays mapped: a late write ends no process.
+        self._segment: Segment | None = None
         with torch.inference_mode(False):
             own = torch.empty(0, dtype=torch.uint8, device=pool.device)
+            if not CAN_SWAP_MEMORY and pool.device == CPU and nbytes:
+                with suppress(OSError):  # more than the process may have
+                    self._segment = Segment.reserve(nbytes)
+                    own = self._segment.tensor(0, nbytes, torch.uint8)
         self._storage = own.untyped_storage()
         self.storage_id = storage_id(own)  # identifies the storage that all views of the buffer have
         pool.buffers.add(self)
@@ -152,8 +160,9 @@ class SlotBuffer:
         if not CAN_SWAP_MEMORY:
             slot.released.wait()  # before the allocator has the memory
             if holder is not None:
-                holder.give_up_slot()
-            self._storage.resize_(slot.nbytes)
+                holder.give_up_slot(self)
+            if self._segment is None:
+                self._storage.resize_(slot.nbytes)
             slot.released = mark_now(pool.device)
         elif holder is not None and self._stale is pool is holder.pool and self._size == slot.nbytes:
             swap_memory(self._storage, holder._storage)  # the one gets the memory, the other a stale address
@@ -179,16 +188,18 @@ class SlotBuffer:
             if not self.keeps_memory:
                 self.pool.free.append(self.slot)
 
-    def give_up_slot(self) -> None:
+    def give_up_slot(self, taker: SlotBuffer | None = None) -> None:
         """Give up the slot to another buffer. A stale read finds the old address, or torch refuses it."""
         slot, self.slot = self.slot, None
         assert slot is not None
         slot.holder = None
-        if not CAN_SWAP_MEMORY:
+        if self._segment is not None:
+            self._segment.discard_writes(taker._segment if taker else None)
+        elif not CAN_SWAP_MEMORY:
             self._storage.resize_(0)
-            return
-        slot.storage = alias_storage(self._storage)
-        swap_memory(self._storage, slot.storage)
+        else:
+            slot.storage = alias_storage(self._storage)
+            swap_memory(self._storage, slot.storage)
 
     def change_pool(self, pool: SlotPool) -> None:
         """Take slots from another pool from now on; one that is in use stays until it is given back."""

@@ -87,7 +87,7 @@ class ShmTransport(Transport):
     def simulated(cls, messages: PointToPointTransport) -> ShmTransport:
         """The transport of ranks that do not exist, on meta: it has properties, and no memory."""
         made = cls.__new__(cls)
-        made._private = messages
+        made._private, made._slots = messages, {}
         return made
 
     @classmethod
