@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.contenders import FSDP2, Contender

@@ -156,7 +156,7 @@ def beside(stream: torch.Stream | None, device: torch.device) -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class EventMark:
-    """A point in a stream. A stream that has waited for it once does not wait again."""
+    """A point in a stream, for which each other stream waits once."""
 
     event: torch.Event
     device: torch.device
@@ -167,6 +167,18 @@ class EventMark:
         if stream.stream_id not in self._waited:
             stream.wait_event(self.event)
             self._waited.add(stream.stream_id)
+
+
+@dataclass(slots=True, eq=False)
+class EndMark:
+    """The end of what a stream holds once another one waits for it. It needs no event until then."""
+
+    stream: torch.Stream
+    device: torch.device
+
+    def wait(self) -> None:
+        if (stream := current_stream(self.device)).stream_id != self.stream.stream_id:
+            stream.wait_stream(self.stream)
 
 
 class Lane:
@@ -194,7 +206,7 @@ class Lane:
                 start().finish()
                 if then is not None:
                     then()
-                return EventMark(self._stream.record_event(), self._device)
+                return EventMark(self._stream.record_event(), self._device, {self._stream.stream_id})
         except BaseException:  # the memory that it took is freed in the current lane
             with suppress(Exception):
                 current_stream(self._device).wait_stream(self._stream)
@@ -211,7 +223,15 @@ class Lanes(NamedTuple):
 
 def mark_now(device: torch.device) -> Mark:
     """A mark at the end of what the current lane holds."""
-    return PASSED if device in HOSTS else EventMark(current_stream(device).record_event(), device)
+    if device in HOSTS:
+        return PASSED
+    stream = current_stream(device)
+    return EventMark(stream.record_event(), device, {stream.stream_id})
+
+
+def mark_end(device: torch.device) -> Mark:
+    """A mark at the end of what the current lane will hold when another one waits for it."""
+    return PASSED if device in HOSTS else EndMark(current_stream(device), device)
 
 
 def compute_device(device_type: str) -> torch.device:

@@ -26,10 +26,14 @@ from itertools import chain
 import torch
 
 from fullshard.buffer.shared_memory import Segment
-from fullshard.device import CPU, HOSTS, META, PASSED, Mark, current_stream, is_host, mark_now
+from fullshard.device import CPU, HOSTS, META, PASSED, Mark, current_stream, is_host, mark_end, mark_now
 from fullshard.torch_private import CAN_SWAP_MEMORY, alias_storage, storage_id, swap_memory
 
 Allocate = Callable[[int, torch.device], torch.Tensor]
+
+
+#: The mark of memory that is given back. Without an exchange, whoever takes it waits in the lane that gives it back.
+_MARK = mark_now if CAN_SWAP_MEMORY else mark_end
 
 
 class Slot:
@@ -163,7 +167,7 @@ class SlotBuffer:
                 holder.give_up_slot(self)
             if self._segment is None:
                 self._storage.resize_(slot.nbytes)
-            slot.released = mark_now(pool.device)
+            slot.released = mark_end(pool.device)
         elif holder is not None and self._stale is pool is holder.pool and self._size == slot.nbytes:
             swap_memory(self._storage, holder._storage)  # the one gets the memory, the other a stale address
             holder.slot = None
@@ -183,7 +187,7 @@ class SlotBuffer:
             self.in_use = False
             assert self.slot is not None
             if released is None:
-                released = PASSED if self.pool.is_host else mark_now(self.pool.device)
+                released = PASSED if self.pool.is_host else _MARK(self.pool.device)
             self.slot.released = released
             if not self.keeps_memory:
                 self.pool.free.append(self.slot)

@@ -297,7 +297,7 @@ class Gradients:
         if self._writes:
             self._buffer.give_back()
         self._trainable = ()  # until all of it is done
-        self._most_buffers = group.gradient_buffers
+        self._most_buffers, self._is_alone = group.gradient_buffers, group.is_alone(group.reduce_transport)
         self._sections, dtypes = self._dtypes_of.sections(trainable, self._keeps_whole and group.keeps_whole)
         pool = group.gradient_pool
         self._buffer: SlotBuffer = SlotBuffer(pool, full_bytes(self._sections, dtypes))
@@ -342,7 +342,7 @@ class Gradients:
         self.copy_waiting()
         if not self._arrived and self._module_params.trainable != self._trainable:
             self._lay_out(self._module_params.trainable)
-        alone = group.is_alone(group.reduce_transport)  # the options may have changed since gradients were laid out
+        alone = self._is_alone  # the options may have changed since gradients were laid out
         sums = alone and group.adds_whole and group.options.strategy.all_reduces and not self._partial
         if alone and not sums and self._views.kept:
             self._keeps_whole = False
