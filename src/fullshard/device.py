@@ -19,6 +19,8 @@ from fullshard.torch_private import foreach_copy, set_data
 
 CPU = torch.device("cpu")  # to compare with: the type of a device is a new string whenever it is asked for
 META = torch.device("meta")
+#: Stands for a GPU that is not here, to plan for it: it has streams, and tensors on it have no memory.
+PLANNED = torch.device("meta", 0)
 
 
 class Pending(Protocol):
@@ -234,8 +236,24 @@ def mark_end(device: torch.device) -> Mark:
     return PASSED if device in HOSTS else EndMark(current_stream(device), device)
 
 
+_planned: torch.device | None = None  # the device for which models are sharded meanwhile, whatever is here
+
+
+@contextmanager
+def planned_for(device: torch.device | None) -> Iterator[None]:
+    """A context in which models are sharded for ``device``, if given, whatever devices are here."""
+    global _planned
+    before, _planned = _planned, device
+    try:
+        yield
+    finally:
+        _planned = before
+
+
 def compute_device(device_type: str) -> torch.device:
-    """The current device of a type."""
+    """The current device of a type, or the one that is planned for."""
+    if _planned is not None:
+        return _planned
     return CPU if device_type == "cpu" else torch.device(device_type, torch.accelerator.current_device_index())
 
 

@@ -234,6 +234,11 @@ read_number, ctc_loss, grouped_product = (
     torch.ops.aten._ctc_loss,
     torch.ops.aten._grouped_mm.default,
 )
+#: Attention as GPUs fuse it, in two ways.
+flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
+efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention
+#: A context in which operators have other implementations.
+scoped_library = torch.library._scoped_library
 schema_of: Callable[[Any], Any] = attrgetter("_schema")  # what an operator says of its arguments
 #: The tensor of which this one is a view. Without it a hook on a view would be lost to an operation in place.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")

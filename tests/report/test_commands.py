@@ -69,6 +69,12 @@ def test_an_explanation_is_printed(program: Path, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "Sequential over 4 ranks, seen from rank 3" in out
     assert "wait for communication" not in out
+    assert f"fullshard rehearse --ranks 4 --rank 3 --bandwidth RATE {program}" in out
+    numbers = ("--bandwidth", "45e9", "--peak-flops", "1e15", "--tokens", "5")
+    assert explain(f"{program}:build", "--ranks", "4", "--device", "cuda", *numbers) == 0
+    out = capsys.readouterr().out
+    assert "Memory of a rank on a device" in out
+    assert f"fullshard rehearse --ranks 4 --bandwidth 45GB/s {program}" in out
 
 
 def test_numbers_for_an_estimate_add_one(program: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -270,13 +270,20 @@ def test_a_simulated_world_of_any_size_leaves_nothing_behind() -> None:
     assert "blocks.0 .. 2 (x3)" in str(found)
 
 
-def test_what_cannot_be_explained_is_refused_with_the_reason() -> None:
+def test_what_cannot_be_explained_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="give explain\\(\\) the function that builds it"):
         explain(blocks(), ranks=4)
     with pytest.raises(TypeError, match="ranks="):
         explain(blocks)
     with pytest.raises(ValueError, match="rank 4 is not one of 4"):
         explain(blocks, ranks=4, rank=4)
+    with pytest.raises(TypeError, match="to plan for cuda, give explain\\(\\) the function"):
+        explain(blocks(), device="cuda")
+    with pytest.raises(ValueError, match="device must be 'cuda' or 'cpu', got 'tpu'"):
+        explain(blocks, ranks=4, device="tpu")
+    monkeypatch.setenv("FULLSHARD_TRANSPORT", "shm")
+    with pytest.raises(ValueError, match="FULLSHARD_TRANSPORT='shm' moves buffers on the CPU"):
+        explain(blocks, ranks=4, device="cuda")
 
 
 def advice(build: Callable[[], nn.Module], count: int = 8) -> str:

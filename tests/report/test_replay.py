@@ -13,6 +13,7 @@ import pytest
 from torch import nn
 
 import fullshard
+from fullshard.buffer import slots
 from fullshard.report.explain import explain
 from fullshard.report.facts import ModelFacts
 from fullshard.report.replay import Phase, Replay
@@ -80,6 +81,19 @@ def test_slots_are_shared_by_groups_that_take_turns() -> None:
     assert found["full buffers"] == (2, layer)
     deeper = replace(given, prefetch=3)
     assert {what: count for what, count, _ in Replay(deeper).peaks["forward"]}["full buffers"] == 4
+
+
+def test_a_device_gives_large_memory_back_when_a_forward_or_a_step_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = facts()
+    monkeypatch.setattr(slots, "LARGE", given.groups[0].whole)
+    device = replace(given, groups=tuple(replace(group, is_host=False) for group in given.groups))
+    found, host = Replay(device), Replay(given)
+    assert "full buffers" in {what for what, *_ in host.kept}
+    assert "full buffers" not in {what for what, *_ in found.kept}
+    assert found.peaks["forward"] == host.peaks["forward"]
+    assert "full buffers" not in {what for what, *_ in found.memory_at(("forward", -1, 2))}
+    gathers = [len(actions(each, "gather", during="backward")) for each in (host, found)]
+    assert gathers[0] < gathers[1] == len(given.groups), "the values are gone"
 
 
 def test_what_is_kept_for_the_next_step_is_at_most_the_peak() -> None:

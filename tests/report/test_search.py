@@ -18,6 +18,7 @@ from fullshard import DoesNotFitError, MixedPrecisionPolicy, Plan, cli, fit, tre
 from fullshard.comm.process_group import gather_objects
 from fullshard.report.explain import ADAM
 from fullshard.report.search import Search, _simulated
+from fullshard.torch_private import simulated_world
 from tests.harness import World, ranks
 
 WORK = Work("fitted", blocks=4, width=128, sequence=256, vocabulary=64)
@@ -45,6 +46,16 @@ def smallest(search: Search) -> int:
     with pytest.raises(DoesNotFitError, match="the smallest memory is") as caught:
         search.plan(2**10)
     return caught.value.smallest
+
+
+def test_a_plan_for_gpus_offloads_to_the_cpu_and_leaves_room_for_what_cublas_takes() -> None:
+    roomy = planned(ROOMY, device="cuda")
+    assert (roomy.transport, roomy.offloaded_state) == ("collective", 0)
+    with pytest.raises(DoesNotFitError, match="the smallest memory is") as caught:
+        planned("64 MiB", device="cuda")
+    assert planned(caught.value.smallest, device="cuda").offloaded_state > 0
+    with simulated_world(2, 0), pytest.raises(ValueError, match="a job plans for its own devices, not for cuda"):
+        fit(WORK.build(), WORK.batch(0, 0), memory=ROOMY, device="cuda")
 
 
 def test_with_enough_memory_nothing_is_recomputed_and_every_group_stays_whole() -> None:

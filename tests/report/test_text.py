@@ -7,6 +7,7 @@ import argparse
 import pytest
 import torch
 
+from fullshard.rehearsal.command import add_rehearse
 from fullshard.report.text import (
     bytes_argument,
     bytes_of,
@@ -14,6 +15,7 @@ from fullshard.report.text import (
     counted,
     dtype_name,
     percent,
+    rehearsal_text,
     seconds_text,
     shape_text,
     table,
@@ -122,3 +124,14 @@ def test_a_size_without_meaning_is_refused(text: str) -> None:
         bytes_of(text)
     with pytest.raises(argparse.ArgumentTypeError, match="units B, kB, MB, GB, TB, KiB"):
         bytes_argument(text)
+
+
+def test_the_command_that_measures_a_step_is_one_that_is_understood() -> None:
+    parser = argparse.ArgumentParser()
+    add_rehearse(parser)
+    text = rehearsal_text(1024, 3, "-m jobs.train", 45e9, 5e-6)
+    found = vars(parser.parse_args(text.removeprefix("fullshard rehearse ").split()))
+    given = {"ranks": 1024, "rank": 3, "bandwidth": 45_000_000_000, "program": "jobs.train", "is_module": True}
+    assert found.items() >= given.items()
+    assert found["latency"] == pytest.approx(5e-6)
+    assert rehearsal_text(8) == "fullshard rehearse --ranks 8 --bandwidth RATE PROGRAM.py"

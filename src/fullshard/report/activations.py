@@ -15,7 +15,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -26,7 +26,9 @@ import torch
 from torch import nn
 
 from fullshard import tree
+from fullshard.device import CPU, PLANNED, is_host
 from fullshard.report.fakes import Fakes, fake_parameters, restored
+from fullshard.report.fused import fused_operators
 from fullshard.report.snapshot import Snapshot, holder_of
 from fullshard.report.text import bytes_text, counted, quantity_text
 from fullshard.report.values import UnknownValueError, Values, answer
@@ -48,6 +50,8 @@ _NOT_COUNTED = -1
 _RECURRENT = torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten.mkldnn_rnn_layer_backward
 #: What an LSTM on the CPU keeps for backward, times its output: four gates, and its cells.
 _KEPT_BY_RECURRENT = 5
+#: A device's allocator makes each allocation a multiple of so many bytes.
+_ROUNDED = 512
 _CONVOLUTIONS = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
 #: A function of the model and a batch: it runs the model and returns the loss.
 Loss = Callable[[nn.Module, Any], Any]
@@ -134,7 +138,8 @@ def trace_step(
     if not tree.tensors(batch):
         raise ValueError(f"batch has no tensor, so the shapes of a step are unknown: got {batch!r}")
     before = (program or Snapshot()).including(model, loss)
-    fakes = Fakes(units_in(model)[0].device)
+    device = units_in(model)[0].device
+    fakes = Fakes(CPU if device == PLANNED else device)
     try:
         found: Activations = copy_context().run(_traced, model, batch, loss, values, fakes)
     except BaseException:
@@ -154,7 +159,8 @@ def trace_step(
 def _traced(model: nn.Module, batch: Any, loss: Loss | None, values: Values | None, fakes: Fakes) -> Activations:
     step = _Step(units_in(model), fakes, values)
     given = tree.map_tensors(fakes.like, batch)
-    with fake_parameters(model, fakes), _fake_units(units_in(model), step):
+    fused = fused_operators() if units_in(model)[0].device == PLANNED else nullcontext()
+    with fake_parameters(model, fakes), _fake_units(units_in(model), step), fused:
         step.ignore(fake for _, fake in fakes.made.values())
         try:
             with torch.compiler.set_stance("force_eager"), torch.enable_grad(), fakes.mode, step:
@@ -282,7 +288,7 @@ class _Step(DispatchMode):
         self.during: Pass = "forward"
         self.flops: Counter[tuple[Pass, int]] = Counter()
         self.order: list[int] = []
-        self._device = units[0].device.type
+        self._device, self._is_host = fakes.device.type, is_host(units[0].device)
         self._formulas = _formulas()
         self._alive: dict[int, int] = {}  # the number of each storage that is alive
         #: The storages in the order in which they came and went: a number, and the bytes (negative: they are gone).
@@ -331,7 +337,7 @@ class _Step(DispatchMode):
                 self._fakes.note(tensor)
                 if tensor.device.type == self._device:
                     self._count(tensor)
-        if self._device == "cpu":
+        if self._is_host:
             self._count_work(operator, args, result)
         return result
 
@@ -357,6 +363,8 @@ class _Step(DispatchMode):
         """Count the memory of a result from now on, unless it lies in memory that counts already."""
         key, storage = storage_id(tensor), tensor.untyped_storage()
         nbytes = nbytes or storage.nbytes()
+        if not self._is_host:
+            nbytes += -nbytes % _ROUNDED
         if key not in self._alive:
             number = self._alive[key] = len(self._changes)
             self._changes.append((number, nbytes))

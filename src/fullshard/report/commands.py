@@ -15,7 +15,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from fullshard.report.explain import explain
 from fullshard.report.meta_copy import build_on_meta
 from fullshard.report.search import DoesNotFitError, fit
 from fullshard.report.tables import estimate_text
-from fullshard.report.text import bytes_argument
+from fullshard.report.text import bytes_argument, rehearsal_text
 from fullshard.report.values import UnknownValueError, Values
 
 #: Options of an estimate of time, by the names of the arguments of ``Explanation.estimate``.
@@ -88,6 +88,12 @@ def _add_values(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), help="what each rank computes on, here or not (what is here)"
+    )
+
+
 def add_explain(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fullshard explain``."""
     parser.description = (
@@ -112,6 +118,7 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
         "--loss", metavar="FUNCTION", help="a function of the model and the batch that returns the loss (forward does)"
     )
     _add_values(parser)
+    _add_device(parser)
     parser.add_argument(
         "--device-memory",
         type=bytes_argument,
@@ -168,6 +175,7 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
         "--offload-directory", metavar="DIRECTORY", help="where what does not fit may be on a disk (nothing is)"
     )
     _add_values(parser)
+    _add_device(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, for Plan.from_json")
     parser.set_defaults(call=partial(_refusing, "fit", _fit))
 
@@ -175,7 +183,9 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
 def _fit(options: argparse.Namespace) -> int:
     model, inputs = build_on_meta(_function(options.function))
     loss = _function(options.loss) if options.loss else None
-    asked = {name: getattr(options, name) for name in ("memory", "ranks", "optimizer_bytes", "offload_directory")}
+    asked = {
+        name: getattr(options, name) for name in ("memory", "ranks", "optimizer_bytes", "offload_directory", "device")
+    }
     try:
         plan = fit(model, inputs, loss=loss, values=_values(options), **asked)
     except DoesNotFitError as error:
@@ -226,7 +236,12 @@ def _explain(options: argparse.Namespace) -> int:
         loss=loss,
         device_memory=options.device_memory,
         values=_values(options),
+        device=options.device,
     )
+    program, _, _ = options.function.rpartition(":")
+    program = program if program.endswith(".py") else f"-m {program}"
+    given = options.bandwidth or 0.0, options.latency
+    found = replace(found, rehearsal=rehearsal_text(options.ranks, options.rank, program, *given))
     try:
         estimate = found.estimate(**timing) if is_timed else None
     except ValueError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,6 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard._renamed import renamed_keywords
+from fullshard.comm.collective import CollectiveTransport
+from fullshard.device import CPU, PLANNED, planned_for
 from fullshard.fully_shard import fully_shard_blocks
 from fullshard.report import tables
 from fullshard.report.activations import Activations, Loss, trace_step
@@ -29,8 +32,8 @@ from fullshard.report.estimate import Algorithm, Estimate, Hardware, estimate_st
 from fullshard.report.facts import GroupFacts, ModelFacts, facts_of
 from fullshard.report.fit import Fit, fit_into, memory_of
 from fullshard.report.meta_copy import build_on_meta
-from fullshard.report.replay import ExchangeTotal, Phase, Replay
-from fullshard.report.text import bytes_of, counted, wrapped
+from fullshard.report.replay import WORKSPACES, ExchangeTotal, Part, Pass, Phase, Replay
+from fullshard.report.text import bytes_of, counted, rehearsal_text, wrapped
 from fullshard.report.values import Values
 from fullshard.schedule.unit import unit_of, units_in
 from fullshard.torch_private import simulated_world
@@ -52,6 +55,7 @@ class Explanation:
         optimizer_bytes: bytes of optimizer state for each element that an optimizer updates.
         activations: the activations and FLOPs of a batch, ``None`` if no batch was given.
         device_memory: the memory of the device in bytes, ``None`` if unknown.
+        rehearsal: the command that measures such a step.
 
     Ranks: each for itself.
     """
@@ -62,6 +66,7 @@ class Explanation:
     optimizer_bytes: float
     activations: Activations | None = None
     device_memory: int | None = None
+    rehearsal: str = ""
 
     @property
     def groups(self) -> tuple[GroupFacts, ...]:
@@ -82,8 +87,7 @@ class Explanation:
     def memory(self) -> tuple[Phase, ...]:
         """The memory of this rank in each phase, in bytes. Activations are in it if a batch was given.
 
-        In forward and backward, the peak of the buffers and the peak of the activations are added, although they may
-        come at different times.
+        Of forward and backward it is the moment at which buffers and activations together take most.
         """
         shards, trained = Counter[str](), Counter[str]()
         for group in self.groups:
@@ -93,18 +97,24 @@ class Explanation:
         lost = sum(group.feedback for group in self.groups)
         kinds = {**shards, **state, "what encodings lost": lost, "outside of groups": self.facts.outside}
         at_rest = tuple((kind, 1, nbytes) for kind, nbytes in kinds.items() if nbytes)
-        found = self.activations
-        forward, backward = (
-            (("activations", 1, nbytes),) if nbytes else ()
-            for nbytes in ((found.forward, found.backward) if found else (0, 0))
-        )
+        at_rest += () if self.groups[0].is_host else (WORKSPACES,)
         return (
             Phase("at rest", at_rest),
-            Phase("forward, at its peak", at_rest + self.replay.peaks["forward"] + forward),
-            Phase("backward, at its peak", at_rest + self.replay.peaks["backward"] + backward),
+            Phase("forward, at its peak", at_rest + self._peak("forward")),
+            Phase("backward, at its peak", at_rest + self._peak("backward")),
             Phase("between steps", at_rest + self.replay.kept),
             Phase("after free_buffers()", at_rest),
         )
+
+    def _peak(self, during: Pass) -> tuple[Part, ...]:
+        """The buffers and activations at the moment of a pass when they take most."""
+        if self.activations is None:
+            return self.replay.peaks[during]
+        alive, last = dict(self.activations.peaks), 0
+        for moment in self.replay.at:  # at one that the trace does not have, what was alive before
+            last = alive.setdefault(moment, last)
+        found = ((*self.replay.memory_at(each), ("activations", 1, alive[each])) for each in alive if each[0] == during)
+        return max(found, key=lambda parts: Phase("", parts).on_device, default=self.replay.peaks[during])
 
     @cached_property
     def traffic(self) -> tuple[ExchangeTotal, ...]:
@@ -205,7 +215,8 @@ class Explanation:
 
     def __str__(self) -> str:
         facts, groups = self.facts, self.groups
-        found, beside = self.activations, "" if self.activations else " without activations"
+        found, beside = self.activations, "" if groups[0].is_host else " on a device"
+        beside += "" if found else " without activations"
         ranks = counted(self.ranks, "rank")
         head = f"{facts.name} over {ranks}, seen from rank {self.rank}: {tables.totals_text(groups)}"
         parts = [
@@ -220,6 +231,9 @@ class Explanation:
             tables.traffic_text(self.traffic),
             tables.order_text(facts),
             "\n".join(["Advice", *(wrapped(f"- {each}") for each in self.advice)] if self.advice else ()),
+            f"To measure a step of this rank on one device, or on the CPU:\n  {self.rehearsal}"
+            if self.rehearsal
+            else "",
         ]
         return "\n\n".join(filter(None, parts))
 
@@ -235,6 +249,21 @@ def state_bytes(model: nn.Module, given: float | None) -> float:
     return ADAM / 4 * sum(param.numel() * param.itemsize for param in trained) / elements if elements else ADAM
 
 
+def planned_device(device: str | torch.device | None) -> torch.device | None:
+    """The device for which to shard: the CPU, what stands for a GPU that is not here, or ``None`` for what is here.
+    Raises ValueError."""
+    kind, transport = str(device).partition(":")[0], os.environ.get("FULLSHARD_TRANSPORT", "")
+    if device is None or kind == "cpu":
+        return None if device is None else CPU
+    if kind != "cuda":
+        raise ValueError(f"device must be 'cuda' or 'cpu', got {device!r}")
+    if transport not in ("", CollectiveTransport.name):
+        raise ValueError(
+            f"FULLSHARD_TRANSPORT={transport!r} moves buffers on the CPU, and device='cuda' has none: unset it"
+        )
+    return PLANNED
+
+
 def explain(
     model: nn.Module | Callable[[], nn.Module],
     *,
@@ -245,6 +274,7 @@ def explain(
     loss: Loss | None = None,
     device_memory: float | str | None = None,
     values: Values | None = None,
+    device: str | torch.device | None = None,
 ) -> Explanation:
     """Explains what sharding does to a model: how it is cut, how much memory and traffic a step needs, and why.
 
@@ -273,6 +303,7 @@ def explain(
             default is that of the accelerator on which the model computes, if it does.
         values: what forward gets where it reads a value of a tensor (``item()``, ``if``, a mask as an index): one
             number, or numbers by line, such as ``{"model.py:31": 4}``.
+        device: what simulated ranks compute on, ``"cuda"`` or ``"cpu"``, here or not. The default is what is here.
 
     Returns:
         plain data about this rank. A call with a model communicates nothing, so any rank may call it alone.
@@ -280,8 +311,10 @@ def explain(
     Raises:
         ValueError: no part of the model is sharded, ``rank`` is not one of ``ranks``, ``loss`` is given without a
             batch, the batch has no tensor, nothing that forward returns requires gradients, ``device_memory`` is not
-            a size, or ``optimizer_bytes`` is negative.
-        TypeError: ``model`` is a module and ``ranks`` is given, or ``model`` is a function and ``ranks`` is missing.
+            a size, ``optimizer_bytes`` is negative, or ``device`` is neither of these, or no device of the transport
+            that ``FULLSHARD_TRANSPORT`` names.
+        TypeError: ``model`` is a module, and ``ranks`` or ``device`` is given; or it is a function, and ``ranks`` is
+            missing.
         RuntimeError: a process group exists already, so another world cannot be simulated in this process; or forward
             or backward failed on tensors without values.
 
@@ -298,13 +331,19 @@ def explain(
             facts = facts_of(sharded, found.order)
         memory = memory_of(units_in(sharded)[0].device) if size is None else size
         kept = state_bytes(sharded, optimizer_bytes)
-        return Explanation(facts, dist.get_world_size(), dist.get_rank(), kept, found, memory)
+        rehearsal = rehearsal_text(dist.get_world_size(), dist.get_rank())
+        return Explanation(facts, dist.get_world_size(), dist.get_rank(), kept, found, memory, rehearsal)
 
     if isinstance(model, nn.Module):
         if ranks is not None:
             raise TypeError(
                 f"this {type(model).__name__} exists already, for the ranks that exist: to simulate {ranks} ranks, "
                 f"give explain() the function that builds it"
+            )
+        if device is not None:
+            raise TypeError(
+                f"this {type(model).__name__} exists already, for the devices that exist: to plan for {device}, give "
+                f"explain() the function that builds it, and ranks="
             )
         return explained(model)
     if ranks is None or not callable(model):
@@ -316,7 +355,7 @@ def explain(
             f"this process is one of {dist.get_world_size()} ranks already, and cannot simulate one of {ranks}: "
             f"explain in a different process, for example by `fullshard explain FILE:FUNCTION --ranks {ranks}`"
         )
-    with simulated_world(ranks, rank):
+    with planned_for(planned_device(device)), simulated_world(ranks, rank):
         built = build_on_meta(model)
         with torch.device("meta"):
             if not any(unit_of(module) for module in built.modules()):

@@ -29,20 +29,21 @@ class Fakes:
     """Makes fake tensors on ``device``: one for each tensor, so that tied tensors stay tied.
 
     Attributes:
+        device: where they are.
         made: by the id of what they stand for, which is there too, so that its id stays its own.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.made: dict[int, tuple[object, torch.Tensor]] = {}
-        self._device = device
+        self.device = device
         self._alive: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake of a tensor."""
 
         def make() -> torch.Tensor:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(fake, tensor.requires_grad)
             return fake.requires_grad_(tensor.requires_grad)
@@ -55,7 +56,7 @@ class Fakes:
 
         def make() -> nn.Parameter:
             shape = [param.shape[at] for at in param.order]
-            flat = torch.empty(math.prod(shape), dtype=group.compute_dtype(param), device=self._device)
+            flat = torch.empty(math.prod(shape), dtype=group.compute_dtype(param), device=self.device)
             fake = nn.Parameter(param.as_before(param.view(flat, shape)), param.sharded.requires_grad)
             vars(fake).update(param.attributes)
             return fake

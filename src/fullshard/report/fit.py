@@ -55,5 +55,5 @@ def fit_into(device_memory: int, phases: Sequence[Phase], counts_activations: bo
 
 
 def memory_of(device: torch.device) -> int | None:
-    """The memory of an accelerator in bytes; ``None`` for the CPU."""
-    return None if device.type == "cpu" else torch.accelerator.get_memory_info(device)[1]
+    """The memory of an accelerator in bytes; ``None`` for the CPU, and for a GPU that is not here."""
+    return None if device.type in ("cpu", "meta") else torch.accelerator.get_memory_info(device)[1]

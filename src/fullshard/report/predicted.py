@@ -12,6 +12,7 @@ block brings its own part from one of the traces::
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from fullshard.report.activations import Activations, Moment, Pass
 from fullshard.report.estimate import Hardware, estimate_step
 from fullshard.report.facts import GroupFacts, ModelFacts
 from fullshard.report.offloaded_facts import ON_CPU, ON_DISK
-from fullshard.report.replay import Replay
+from fullshard.report.replay import WORKSPACES, Replay
 from fullshard.report.text import bytes_text
 
 #: The root, where it has no group.
@@ -88,7 +89,8 @@ def need_of(
     trained = sum(group.trained - group.offloaded.trained for group in groups)
     state = round(optimizer_bytes * trained)
     kept += _disk_memory(groups, optimizer_bytes)
-    rest = shards + state + facts.outside + batch + kept + _UNCOUNTED
+    uncounted = _UNCOUNTED if groups[0].is_host else math.prod(WORKSPACES[1:])
+    rest = shards + state + facts.outside + batch + kept + uncounted
     passes, widest = Counter[str](), Counter[tuple[str, int]]()
     for (during, at, _), nbytes in replay.beside.items():
         passes[during] = max(passes[during], nbytes)

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from fullshard.buffer import slots
 from fullshard.buffer.slots import Lease, SlotBuffer, SlotPool, Staging
 from fullshard.device import META
 from fullshard.group.gradients import MOST_WAITING
@@ -37,6 +38,8 @@ _PASSING = (
 )
 #: A part of the memory: its kind, the number of pieces, and the bytes of each piece.
 Part = tuple[str, int, int]
+#: On a GPU: what cuBLAS works in, for the threads of forward and backward. On older cards than Hopper it takes less.
+WORKSPACES: Part = ("workspaces of cuBLAS", 2, 32 * 2**20)
 
 
 class Event(NamedTuple):
@@ -97,20 +100,22 @@ class _Buffers(list[SlotBuffer]):
     the buffers of other groups.
 
     Attributes:
-        sizes: the sizes of the slots that were made.
+        pool: the slots that were made. With ``gives_back``, large ones are those of a device.
     """
 
-    def __init__(self, needs: Iterable[tuple[int, bool]]) -> None:
-        self.sizes: list[int] = []
-        pool = SlotPool(META, self._allocate)
+    def __init__(self, needs: Iterable[tuple[int, bool]], gives_back: bool) -> None:
+        pool = self.pool = SlotPool(META, lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8, device=META))
+        pool.gives_back = gives_back
         for nbytes, takes_turns in needs:
             self.append(SlotBuffer(pool, nbytes))
             self[-1].takes_turns = takes_turns
             pool.ordinary = max(pool.ordinary, nbytes * takes_turns)
 
-    def _allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        self.sizes.append(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, device=META)
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes of the slots that there are."""
+        held = (buffer.slot for buffer in self if buffer.slot is not None)
+        return [slot.nbytes for slot in dict.fromkeys([*held, *self.pool.free])]
 
 
 class Replay:
@@ -125,6 +130,7 @@ class Replay:
         peaks: the memory at the peak of each pass, beyond the memory at rest.
         kept: the memory that is kept for the next step.
         beside: the most bytes on the device that come and go at each moment, beside what is kept.
+        at: the memory at the peak of each moment, beyond the memory at rest.
     """
 
     def __init__(self, facts: ModelFacts, open_ended: Collection[int] = ()) -> None:
@@ -132,14 +138,17 @@ class Replay:
         self.events: list[Event] = []
         self.peaks: dict[Pass, tuple[Part, ...]] = {}
         self.beside: dict[Moment, int] = {}
+        self.at: dict[Moment, tuple[Part, ...]] = {}
         self._at = self._ended = -1  # the group whose modules run, and the one whose modules ended last in this pass
         self._during: Pass = "forward"
         in_place = [group.shares or group.is_full for group in self._groups]
         wholes = (0 if here else group.whole for here, group in zip(in_place, self._groups, strict=True))
-        self._fulls = _Buffers(zip(wholes, (group.reshards for group in self._groups), strict=True))
-        self._gradients = _Buffers((group.gradient, group.reshards) for group in self._groups)
-        self._copies = _Buffers((group.staged, True) for group in self._groups)
-        self._replica_gradients = _Buffers((group.replica_gradients, True) for group in self._groups)
+        turns = (group.reshards for group in self._groups)
+        gives = self._gives_back = not self._groups[0].is_host
+        self._fulls = _Buffers(zip(wholes, turns, strict=True), gives)
+        self._gradients = _Buffers(((group.gradient, group.reshards) for group in self._groups), gives)
+        self._copies = _Buffers(((group.staged, True) for group in self._groups), gives)
+        self._replica_gradients = _Buffers(((group.replica_gradients, True) for group in self._groups), gives)
         self._replica_shards: set[int] = set()
         self._staging = Staging()
         self._leases: dict[tuple[str, int], Lease] = {}
@@ -173,6 +182,7 @@ class Replay:
         self._left: list[int] = []  # the units whose backward ends with that of the model
         for number in reversed(self._children[-1]):
             self._backward(number)
+        self._give_back_memory()  # the gradients of these come next
         for number in sorted(self._left, reverse=True):
             self._end_backward(facts.units[number])
         self._wait_for_oldest_reductions(0)
@@ -180,6 +190,7 @@ class Replay:
             self._reshard(at)
         self._reduced.clear()  # after zero_grad()
         self._behind = 0
+        self._give_back_memory()
         self.kept = self._parts()
 
     def exchanged(self) -> tuple[ExchangeTotal, ...]:
@@ -192,6 +203,14 @@ class Replay:
             elif action not in ("wait", "compute", "wait-reduce"):
                 kinds["reduce, read in shared memory" if read else action].append(read or sent)
         return tuple(ExchangeTotal(kind, len(found), sum(found)) for kind, found in kinds.items())
+
+    def memory_at(self, moment: Moment) -> tuple[Part, ...]:
+        """The memory at the peak of a moment, or of those alike if no such moment was replayed."""
+        during, at, _ = moment
+        if moment in self.at:
+            return self.at[moment]
+        alike = (parts for (when, group, _), parts in self.at.items() if (when, group) == (during, at))
+        return max(alike, key=_total, default=self.peaks[during])
 
     # memory
 
@@ -215,9 +234,18 @@ class Replay:
     def _note_peak(self, temporary: int = 0) -> None:
         parts = self._parts(temporary)
         self.peaks[self._during] = max(self.peaks.get(self._during, parts), parts, key=_total)
-        passing = _total(part for part in parts if part[0] in _PASSING)
+        passing = _total(part for part in parts if part[0] in _PASSING or (self._gives_back and part[2] >= slots.LARGE))
         moment = self._during, self._at, self._ended
+        self.at[moment] = max(self.at.get(moment, parts), parts, key=_total)
         self.beside[moment] = max(self.beside.get(moment, 0), passing)
+
+    def _give_back_memory(self) -> None:
+        """A device gives large memory that is not in use to its allocator when a forward or a step has ended."""
+        if self._gives_back:
+            for buffers in (self._fulls, self._gradients, self._copies, self._replica_gradients):
+                buffers.pool.drop(slots.LARGE)
+            self._staging.drop(slots.LARGE)
+            self._replica_shards -= {at for at in self._replica_shards if self._groups[at].replica_shard >= slots.LARGE}
 
     def _run(self, at: int, ended: int) -> None:
         """The modules of a group run next, after those of another one."""
@@ -409,6 +437,8 @@ class Replay:
                     self._values.discard(at)
                 self._reshard(at)
                 self._note_peak()
+        if number == self._children[-1][-1]:
+            self._give_back_memory()
         self._run(around, unit.groups[0])
 
     def _backward(self, number: int) -> None:

@@ -26,9 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fullshard import tree
 from fullshard.comm.process_group import broadcast_object, has_peers
 from fullshard.comm.select import NAMES, simulated_transport
+from fullshard.device import default_device_type, planned_for
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.report.activations import Activations, Loss, trace_step
-from fullshard.report.explain import state_bytes
+from fullshard.report.explain import planned_device, state_bytes
 from fullshard.report.facts import ModelFacts, facts_of
 from fullshard.report.meta_copy import on_meta
 from fullshard.report.plan import Change, Plan, PlannedGroup, shortened
@@ -112,6 +113,7 @@ def fit(
     hardware: dict[str, float] | None = None,
     offload_directory: str | os.PathLike[str] | None = None,
     values: Values | None = None,
+    device: str | torch.device | None = None,
 ) -> Plan:
     """Plans how to shard a model so that a step fits into ``memory`` and takes as little time as possible.
 
@@ -150,6 +152,7 @@ def fit(
             default nothing is.
         values: what forward gets where it reads a value of a tensor (``item()``, ``if``, a mask as an index): one
             number, or numbers by line, such as ``{"model.py:31": 4}``.
+        device: what simulated ranks compute on, ``"cuda"`` or ``"cpu"``, here or not. The default is what is here.
 
     Returns:
         the plan, the same on all ranks.
@@ -167,13 +170,15 @@ def fit(
         raise ValueError(f"this {type(model).__name__} is sharded already: fit() takes a model that is not")
     if not any(param.requires_grad for param in model.parameters()):
         raise ValueError(f"this {type(model).__name__} has no parameters that require gradients: nothing is trained")
-    optimizer_bytes = state_bytes(model, optimizer_bytes)
+    optimizer_bytes, planned = state_bytes(model, optimizer_bytes), planned_device(device)
     if dist.is_initialized():
         if ranks not in (None, dist.get_world_size()):
             raise RuntimeError(
                 f"this process is one of {dist.get_world_size()} ranks and cannot plan for {ranks}: leave out ranks=, "
                 f"or plan in a different process, for example by `fullshard fit FILE:FUNCTION --ranks {ranks}`"
             )
+        if planned is not None:
+            raise ValueError(f"a job plans for its own devices, not for {device}: leave out device=")
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise ValueError(f"mesh must be a DeviceMesh in a job, got {mesh!r}")
         given = model, sample_inputs, optimizer_bytes, loss
@@ -187,7 +192,7 @@ def fit(
     program = Snapshot()
 
     def search(ranks: int, mesh: Sequence[int] | None, mp_policy: MixedPrecisionPolicy) -> Plan:
-        with _simulated(ranks, mesh) as made:
+        with _simulated(ranks, mesh, planned) as made:
             more = hardware or {}, disk, values, program
             return Search(model, sample_inputs, optimizer_bytes, loss, made, mp_policy, *more).plan(size)
 
@@ -214,14 +219,12 @@ def fit(
 
 
 @contextmanager
-def _simulated(ranks: int, sizes: Sequence[int] | None) -> Iterator[DeviceMesh | None]:
+def _simulated(ranks: int, sizes: Sequence[int] | None, planned: torch.device | None = None) -> Iterator[Any]:
     """A context in which this process is a rank of a simulated world, with the transport that such a job would have."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    asked = os.environ.get("FULLSHARD_TRANSPORT", "")
-    transport = "" if accelerator else asked if asked in NAMES else "shm" if ranks > 1 else "p2p"
-    with simulated_world(ranks, 0), simulated_transport(transport):
+    device_type, asked = planned.type if planned else default_device_type(), os.environ.get("FULLSHARD_TRANSPORT", "")
+    transport = "" if device_type != "cpu" else asked if asked in NAMES else "shm" if ranks > 1 else "p2p"
+    with planned_for(planned), simulated_world(ranks, 0), simulated_transport(transport):
         names = ("replicate", "shard")[-len(sizes) :] if sizes else ()
-        device_type = accelerator.type if accelerator else "cpu"
         yield init_device_mesh(device_type, tuple(sizes), mesh_dim_names=names) if sizes else None
 
 

@@ -117,6 +117,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str = "") -
     return "\n".join(line.rstrip() for line in text.split("\n"))
 
 
+def rehearsal_text(ranks: int, rank: int = 0, program: str = "", bandwidth: float = 0.0, latency: float = 0.0) -> str:
+    """The command that measures a step of one rank of many. In capitals is what only its user knows."""
+    number, seconds = f" --rank {rank}" if rank else "", f" --latency {latency * 1e6:g}us" if latency else ""
+    rate = f"{bandwidth / 1e9:g}GB/s" if bandwidth else "RATE"
+    return f"fullshard rehearse --ranks {ranks}{number} --bandwidth {rate}{seconds} {program or 'PROGRAM.py'}"
+
+
 def wire_text(wire: Callable[[Direction, bool], Wire | None], inner: WirePolicy, outer: WirePolicy) -> str:
     """How messages are encoded, with a group's ``wire``; empty if none are."""
     policies = ((inner, False, ""), (outer, True, " between replicas"))

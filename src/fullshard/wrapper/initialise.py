@@ -101,7 +101,7 @@ def compute_device(
 
 
 def materialize(modules: list[nn.Module], param_init_fn: Any, device: torch.device, but: Ignored | None = None) -> None:
-    """Give memory and values to parameters and buffers on the meta device, if there are any.
+    """Give memory and values to parameters and buffers on the meta device, if there are any, and ``device`` has memory.
 
     ``param_init_fn`` is called for each module, and must know which modules need it. Without it, each module with
     tensors on meta gets empty memory, and its ``reset_parameters()`` is called. If that fails, a warning names the
@@ -118,7 +118,7 @@ def materialize(modules: list[nn.Module], param_init_fn: Any, device: torch.devi
         return [name for _, name, tensor in _own([module]) if tensor.is_meta and tensor not in spared]
 
     before = [entry for entry in _own(modules) if entry[2].is_meta]
-    if not any(map(on_meta, modules)):
+    if device.type == "meta" or not any(map(on_meta, modules)):
         return
     for module in modules:
         if param_init_fn is not None:

@@ -109,7 +109,7 @@ def _mesh_of_nodes(device_type: str) -> DeviceMesh:
     """A mesh of nodes by ranks of a node. A node has one rank for each device; on the CPU, ``LOCAL_WORLD_SIZE``
     ranks."""
     world = dist.get_world_size()
-    if device_type == "cpu":
+    if device_type in ("cpu", "meta"):  # meta stands for devices that are not here
         size, source = int(os.environ.get("LOCAL_WORLD_SIZE", world)), "LOCAL_WORLD_SIZE"
     else:
         size, source = torch.accelerator.device_count(), "the number of devices"
@@ -126,7 +126,7 @@ def _mesh_of_groups(device_type: str, shard: dist.ProcessGroup, replicate: dist.
     row, column = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
     rank = dist.get_rank()
     # A fake backend gathers nothing: then assume that all rows look like this one.
-    rows = [[rank + other - rank for rank in row] for other in column]
+    rows = [[each + other - rank for each in row] for other in column]
     if dist.get_backend(replicate) != "fake":
         rows = gather_objects(row, replicate)
     position = row.index(rank)
