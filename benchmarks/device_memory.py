@@ -49,8 +49,8 @@ def _measure(contender: Contender, work: Work) -> dict[str, int]:
         mock.patch.object(schedule, "EARLY", schedule.EARLY // _SCALE),
         simulated_device() if contender == OURS else nullcontext(),
     ):
-        model = work.build()
-        model = contender.wrap(model, list(model.blocks), casts=True)
+        whole = work.build()
+        model = contender.wrap(whole, list(whole.blocks), casts=True)
 
         def step() -> None:
             loss = model(work.batch(0, 0))
@@ -63,7 +63,7 @@ def _measure(contender: Contender, work: Work) -> dict[str, int]:
             step()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             step()
-    events: list[Any] = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())  # type: ignore[union-attr]
+    events: list[Any] = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     found = {"forward": 0, "between": 0, "backward": 0}
     now, phase = 0, "forward"
     for event in events:

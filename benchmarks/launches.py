@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 from unittest import mock
 
@@ -87,18 +87,19 @@ def _measure_count(count: int | str, groups: int, casts: bool) -> dict[str, Any]
     for contender in (OURS, FSDP2, ALONE):
         model, blocks, x = _build(count, groups)
         unit = sum(param.nbytes for param in blocks[0].parameters())
-        with simulated_device() if contender is OURS else nullcontext(SimulatedStreams(_Unordered())) as streams:
+        points = _Unordered()
+        with simulated_device(points) if contender is OURS else nullcontext(SimulatedStreams(points)) as streams:
             model = contender.wrap(model, blocks, casts=casts)
             for _ in range(_WARM_UP):
                 _run(model, x)
                 _drop_gradients(model)
             counts = Counts()
-            before, points = streams.synchronizations, replace(streams.model)
+            before, events, waits = streams.synchronizations, points.events, points.waits
             with counts:
                 _run(model, x)
             counts.cost.synchronizations += streams.synchronizations - before
-            counts.cost.events = streams.model.events - points.events
-            counts.cost.stream_waits = streams.model.waits - points.waits
+            counts.cost.events = points.events - events
+            counts.cost.stream_waits = points.waits - waits
             if contender is not ALONE:  # its gradients are those of autograd, which sharding reduces and frees
                 counts.cost.allocated -= _drop_gradients(model)
         assert not counts.unknown, counts.unknown
@@ -165,9 +166,9 @@ class _Unordered:
 
 
 @contextmanager
-def simulated_device() -> Iterator[SimulatedStreams]:
+def simulated_device(points: _Unordered | None = None) -> Iterator[SimulatedStreams]:
     """The CPU as a device with streams, whose collectives are those of NCCL."""
-    with simulate(_Unordered()) as streams, ExitStack() as stack:
+    with simulate(points or _Unordered()) as streams, ExitStack() as stack:
         for name, value in (
             ("backend_name", lambda *_: "nccl"),
             ("all_gather_over", torch_private.all_gather_over),

@@ -232,7 +232,8 @@ class _CollectiveRoute:
 
     def _gather(self, messages: Messages, memory: Iterator[torch.Tensor]) -> _Call:
         shards, fulls, rank = self._shards, self._fulls, self._group.rank()
-        before, after = None, None
+        before: Callable[[], object] | None = None
+        after: Callable[[], object] | None = None
         inputs, outputs = list[Any](), list[Any]()
         if messages.is_full and self._comm is None:
             inputs, outputs = [shards[0].view(torch.uint8)], [fulls[0].view(torch.uint8)]
@@ -258,7 +259,7 @@ class _CollectiveRoute:
         return _Call(before, inputs, outputs, after, ())
 
     def _reduce(self, messages: Messages, memory: Iterator[torch.Tensor]) -> _Call:
-        before = None
+        before: Callable[[], object] | None = None
         inputs, outputs = list[Any](), list[Any]()
         reduced: list[tuple[int, torch.Tensor | None]] = []
         members, is_single = messages.members, messages.is_single

@@ -347,8 +347,7 @@ class GatheredBuffer(FullBuffer):
             parts = shard.staged_views if shard.needs_staging else shard.views
             parts = parts if shard.replica is None else shard.replica.views
             transfers = list(map(Transfer, [section.plan for section in group.sections], self.views, parts))
-            over = None if group.is_alone(group.transport) else group.data.shard_group
-            wire = group.wire("gather")
+            over, wire = group.data.shard_group, group.wire("gather")
             self._route = group.transport.private.gather_route(transfers, over, group.tag, wire)
         return self._route.start()
 

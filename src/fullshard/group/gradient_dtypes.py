@@ -66,8 +66,7 @@ class GradientDtypes:
             return sections, [self.alone(each.members[0]) for each in sections]
         chosen = self.together(compress(count(), trainable))
         as_messages = not group.is_alone(group.reduce_transport) and group.reduce_transport.takes_messages
-        if as_messages and self._casts_in_slots(chosen):
-            as_messages = False
+        as_messages = as_messages and not self._casts_in_slots(chosen)
         found = list[Section]()
         for (home, travels), members in chosen:
             plan = group.plan(members)

@@ -188,17 +188,14 @@ class Gradients:
 
     def _limit_waiting(self, index: int) -> None:
         grad, views = self._waiting[index], self._views
-        if index in views.kept and len(self._waiting) > 1 and self._buffer.pool.is_host:
+        is_kept = index in views.kept and self._buffer.pool.is_host
+        if is_kept and len(self._waiting) > 1:
             buffers = self._group.options.max_gradient_buffers or self._most_buffers
             self._group.comm.reductions.wait_for_oldest(buffers - 1, buffers)  # or there are those of two groups
         self._waiting_bytes += self._nbytes[index]
         if self._waiting_bytes >= MOST_WAITING:
             self.copy_waiting()
-        elif (
-            index in views.kept
-            and self._buffer.pool.is_host
-            and (index in self._arrived or grad.dtype != views.dtypes[index])
-        ):
+        elif is_kept and (index in self._arrived or grad.dtype != views.dtypes[index]):
             views.write({index: self._waiting.pop(index)})  # a zero-copy one that waited would exist twice when copied
             self._arrived.add(index)
 

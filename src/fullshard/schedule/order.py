@@ -19,30 +19,25 @@ class Order(Generic[Group]):
     """Which group follows which, in forward and in backward.
 
     Attributes:
-        entered: the groups whose forward has begun since that of the root did.
+        entered: the groups whose forward has begun since that of the root did; ``entered_before``: in the last step.
         finished: those whose forward has ended and whose backward has not begun.
     """
 
     def __init__(self) -> None:
         self.entered: list[Group] = []
         self.finished: deque[Group] = deque(maxlen=_LONGEST)
-        self._entered_before: list[Group] = []
+        self.entered_before: list[Group] = []
 
     def begin_forward(self) -> None:
         if self.entered:
-            self._entered_before = self.entered
+            self.entered_before = self.entered
         self.entered = []
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether as many groups were entered as in the last forward, so that none is likely to follow."""
-        return len(self.entered) >= len(self._entered_before)
 
     def next_in_forward(self) -> Iterator[Group]:
         """The groups that followed, in the last step, the one that was just entered."""
         at = len(self.entered)
-        if at and self._entered_before[at - 1 : at] == self.entered[-1:]:
-            return islice(self._entered_before, at, None)
+        if at and self.entered_before[at - 1 : at] == self.entered[-1:]:
+            return islice(self.entered_before, at, None)
         return iter(())
 
     def next_in_backward(self, group: Group) -> Iterator[Group]:

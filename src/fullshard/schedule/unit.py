@@ -256,8 +256,8 @@ class Unit:
                     group.reshard_after_forward()
         self.phase, self._is_opaque = Phase.IDLE, False
         self.to_run.clear()
-        if schedule.has_streams and schedule.order.is_at_end:
-            schedule.comm.give_back_memory()  # a head and a loss come next, when activations need most
+        if schedule.has_streams and len(schedule.order.entered) >= len(schedule.order.entered_before):
+            schedule.comm.give_back_memory()  # a head and a loss probably come next, when activations need most
 
     def _cast_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         dtype = self.mp_policy.param_dtype
