@@ -14,11 +14,15 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import fullshard
+from fullshard.buffer import slots
 from fullshard.comm import collective
 from fullshard.device import CPU, current_stream, streams_of
 from fullshard.group import comm_context
+from fullshard.group.gradient_views import WholeViews
+from tests.fully_shard.cases import groups_of
 from tests.group import test_extension
 from tests.harness import World, ranks
 from tests.harness.compare import Precision, Training, adamw, compare, each_block, sgd
@@ -90,9 +94,46 @@ def zero_copy_parameters(world: World) -> None:
         train(world, micro_batches=2, set_up_micro=set_up)
 
 
+class Wide(nn.Module):
+    """Blocks of two large parameters and six small ones of several sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 192), nn.Tanh(), nn.LayerNorm(192), nn.Linear(192, 128))
+            for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def gradients_cast_into_slots(world: World) -> None:
+    """One launch casts those of a group, also where others wait from an earlier micro-batch."""
+    precision = Precision(torch.bfloat16, torch.float32)
+    cast: list[bool] = []
+
+    def set_up(model: Any, micro: int) -> None:
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(micro != 1)
+            cast.extend(type(group.gradients._views) is WholeViews for group in groups_of(model.blocks))
+
+    with mock.patch.object(collective, "_LAUNCHES_TOGETHER", ("gloo",)):
+        how: dict[str, Any] = {"shard": each_block(precision=precision), "precision": precision}
+        for count in (1, 3):
+            build = partial(seeded, Wide)
+            compare(
+                world,
+                Training(build=build, batch=random_batch(4, 128), micro_batches=count, set_up_micro=set_up, **how),
+            )
+    assert cast[3:6] == [True] * 3  # the layout is made when gradients come first
+
+
 def memory_given_back(world: World) -> None:
     """All slots go back to the allocator when a forward or a step ends, as large ones do."""
-    with mock.patch.object(comm_context, "LARGE", 0):
+    with mock.patch.object(comm_context, "LARGE", 0), mock.patch.object(slots, "LARGE", 0):
         test_sharding.test_mlp_of_odd_sizes(world, optimizer=adamw)
         test_sharding.test_two_forwards_before_a_backward(world)
         test_accumulation.test_hybrid_accumulated_before_all_reduce_on_two_ranks(world, shape=(2, 1))
@@ -138,6 +179,7 @@ WAYS: dict[str, Callable[[World], None]] = {
     "extensions": partial(test_extension.test_a_subclass_may_keep_what_was_gathered, transport="collective"),
     "extensions beside groups that stay": an_extension_beside_groups_that_stay,
     "zero-copy parameters": zero_copy_parameters,
+    "gradients cast into slots": gradients_cast_into_slots,
     **{
         f"wires, {name}": partial(
             test_wires.test_training_is_the_same_as_with_what_arrives, transport="collective", name=name
@@ -184,6 +226,8 @@ LATE = (
     "recomputation",
     "offload, accumulated",
     "low gradients with a hook",
+    "gradients cast into slots",
+    "memory given back",
     "extensions",
     "reductions in flight",
     "stage 0, large gradients",
