@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from tests.harness.rank import SIMULATED, run_test  # noqa: E402
 #: A store of torch looks up the names of its clients, once for each connection. Where the name server loses a request,
 #: each costs 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+#: Tests of what torch has for GPUs alone, and `make frameworks` installs.
+collect_ignore = [] if find_spec("triton") else ["test_fused.py"]
 _RANKS = 4
 #: Folders of tests of which the quick lane takes every case: what they prove, others build on.
 _WHOLE = ("buffer", "comm")

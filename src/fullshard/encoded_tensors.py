@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from fullshard.device import is_host
-from fullshard.encodings import Encoding, add_scaled
+from fullshard.encodings import Encoding, Numbers, add_scaled
 from fullshard.torch_private import Tensors, foreach_copy
 
 #: Numbers that a device encodes or decodes together: 64 MiB of fp32. A parcel may be larger.
@@ -81,20 +81,22 @@ def encode_each(encoding: Encoding, parcels: Sequence[EncodedTensors], scratch: 
 def encode_together(encoding: Encoding, parcels: Sequence[EncodedTensors]) -> None:
     """Encode parcels on a device, and keep what is lost, by a number of kernels that depends on their size alone."""
     for some in _batches(parcels):
-        values = _join(some, [each for parcel in some for each in parcel.sources])
+        sources = [each for parcel in some for each in parcel.sources]
         lost = [each for parcel in some for each in parcel.lost]
+        if isinstance(encoding, Numbers) and not lost:
+            foreach_copy(_numbers(encoding, some), sources)
+            continue
+        values = _join(some, sources)
         if lost:
             values.add_(_join(some, lost))
         starts = accumulate((parcel.numel for parcel in some), initial=0)
         ends = [start + end for start, parcel in zip(starts, some, strict=False) for end in parcel.ends]
         gaps, lasts = _gaps(tuple(ends), encoding.block, values.device)
-        if len(gaps):
+        if len(gaps) and not isinstance(encoding, Numbers):  # they would change the scales of their blocks
             values[gaps] = values[lasts]
         numels = [parcel.numel for parcel in some]
-        encoded = encoding.encode_together(values, numels, [parcel.encoded for parcel in some])
+        encoding.encode_together(values, numels, [parcel.encoded for parcel in some], bool(lost))
         if lost:
-            decoded, inverse = encoding.decode(encoded, len(values))
-            values.sub_(decoded).mul_(inverse).nan_to_num_(0.0, 0.0, 0.0)
             foreach_copy(lost, _cut(some, values))
 
 
@@ -105,8 +107,12 @@ def decode_tensors(encoding: Encoding, parcels: Sequence[EncodedTensors]) -> Non
             _decode(encoding, parcel)
         return
     for some in _batches(parcels):
-        decoded = encoding.decode_together([parcel.encoded for parcel in some], [parcel.numel for parcel in some])
-        foreach_copy([each for parcel in some for each in parcel.targets], _cut(some, decoded))
+        if isinstance(encoding, Numbers):
+            decoded = _numbers(encoding, some)
+        else:
+            each = [parcel.encoded for parcel in some], [parcel.numel for parcel in some]
+            decoded = _cut(some, encoding.decode_together(*each))
+        foreach_copy([each for parcel in some for each in parcel.targets], decoded)
 
 
 def add_up(
@@ -145,8 +151,8 @@ def add_up(
         else:
             count = max(1, TOGETHER // len(total))  # ranks at a time
             for ranks in (encoded[at : at + count] for at in range(0, len(encoded), count)):
-                decoded = encoding.decode_together([each for rank in ranks for each in rank], numels * len(ranks))
-                total.add_(decoded.view(len(ranks), -1).sum(0))
+                every = [each for rank in ranks for each in rank]
+                encoding.add_together(total, every, numels * len(ranks), len(ranks))
         divide_(total)
         foreach_copy([each for parcel in some for each in parcel.targets], _cut(some, total))
 
@@ -181,6 +187,11 @@ def _batches(parcels: Sequence[EncodedTensors], times: int = 1) -> Iterator[list
         numel += parcel.numel
     if some:
         yield some
+
+
+def _numbers(encoding: Numbers, parcels: Sequence[EncodedTensors]) -> list[torch.Tensor]:
+    """The numbers of each tensor of parcels, in their encodings."""
+    return [each for parcel in parcels for each in parcel.cut(encoding.numbers(parcel.encoded, parcel.numel))]
 
 
 def _cut(parcels: Sequence[EncodedTensors], values: torch.Tensor) -> list[torch.Tensor]:

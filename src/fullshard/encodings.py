@@ -18,8 +18,10 @@ The formats int8 and int4 are those of torch's quantized embeddings, whose kerne
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from functools import lru_cache
+from types import ModuleType
 
 import torch
 
@@ -45,6 +47,8 @@ class Encoding:
     _exponent = 0
     #: Of decoded numbers.
     dtype = torch.float32
+    #: The format's number in :mod:`fullshard.fused`.
+    _fused: int | None = None
 
     def __init__(self, block: int) -> None:
         self.block = block
@@ -106,34 +110,68 @@ class Encoding:
         return blocks.view(-1), float(by)
 
     def encode_together(
-        self, values: torch.Tensor, numels: Sequence[int], outs: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
+        self, values: torch.Tensor, numels: Sequence[int], outs: Sequence[torch.Tensor], keeps_lost: bool
+    ) -> None:
         """Encode parcels on a device, by a number of kernels that does not depend on theirs. All get one power of two.
 
         Args:
-            values: the numbers of all parcels end to end, which are multiplied by the power of two.
+            values: the numbers of all parcels end to end, whose memory is used. They become what is lost of them, zero
+                for infinities and NaN, with ``keeps_lost``.
             numels: how many each parcel has.
             outs: where each is encoded, see :meth:`encode`.
-
-        Returns:
-            all of them as one parcel.
         """
         encoded = values.new_empty(self.nbytes(values.numel()), dtype=torch.uint8)
-        self.encode(values, encoded, values)
         sizes = [each // self.block * self._row for each in numels]
-        parts, tail = encoded[: sum(sizes)].split(sizes), encoded[-_TAIL:]
+        rows, power = encoded[: sum(sizes)], encoded[-_TAIL : -_TAIL + 4]
+        if fused := self._kernels(values.device):
+            fused.encode(self._format(fused), values, rows, power.view(torch.float32), keeps_lost)
+        else:
+            self.encode(values, encoded, values)
+            if keeps_lost:
+                decoded, inverse = self.decode(encoded, values.numel())
+                values.sub_(decoded)
+                if isinstance(inverse, torch.Tensor):
+                    values.mul_(inverse)
+                values.nan_to_num_(0.0, 0.0, 0.0)
         targets = [out[:size] for out, size in zip(outs, sizes, strict=True)]
-        foreach_copy([*targets, *(out[-_TAIL:] for out in outs)], [*parts, *[tail] * len(outs)])
-        return encoded
+        powers = [out[-_TAIL : -_TAIL + 4] for out in outs]
+        foreach_copy([*targets, *powers], [*rows.split(sizes), *[power] * len(outs)])
 
     def decode_together(self, encoded: Sequence[torch.Tensor], numels: Sequence[int]) -> torch.Tensor:
         """The numbers of parcels on a device, end to end, by a number of kernels that does not depend on theirs."""
-        parcels = zip(encoded, numels, strict=True)
-        rows = torch.cat([each[: numel // self.block * self._row] for each, numel in parcels])
-        powers = torch.cat([each[-_TAIL : -_TAIL + 4] for each in encoded]).view(torch.float32)
+        rows, powers, parcel_of = self._joined(encoded, numels)
+        if fused := self._kernels(rows.device):
+            out = powers.new_empty(sum(numels))
+            fused.decode(self._format(fused), rows, powers, parcel_of, out, adds=False)
+            return out
         blocks = self.decode_any(rows.view(-1, self._row))
-        parcel_of = _repeated(tuple(numel // self.block for numel in numels), blocks.device)
         return blocks.mul_(powers[parcel_of, None]).view(-1)
+
+    def add_together(
+        self, total: torch.Tensor, encoded: Sequence[torch.Tensor], numels: Sequence[int], ranks: int
+    ) -> None:
+        """Add the parcels of so many ranks, those of each end to end, to the ``total`` on a device."""
+        if fused := self._kernels(total.device):
+            fused.decode(self._format(fused), *self._joined(encoded, numels), total, adds=True)
+        else:
+            total.add_(self.decode_together(encoded, numels).view(ranks, -1).sum(0))
+
+    def _joined(
+        self, encoded: Sequence[torch.Tensor], numels: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The bytes of all blocks of parcels end to end, the powers of two of the parcels, and the parcel of each
+        block."""
+        rows = torch.cat([self.rows(each, numel).view(-1) for each, numel in zip(encoded, numels, strict=True)])
+        powers = torch.cat([each[-_TAIL : -_TAIL + 4] for each in encoded]).view(torch.float32)
+        return rows, powers, _repeated(tuple(numel // self.block for numel in numels), rows.device)
+
+    def _kernels(self, device: torch.device) -> ModuleType | None:
+        """Triton's kernels for this format on a device, if there are any."""
+        fused = None if self._fused is None else fused_kernels(device)
+        return fused if fused and self.block <= fused.MOST else None
+
+    def _format(self, fused: ModuleType) -> tuple[int, int, int]:
+        return fused.Format(self._fused, self.block, self._exponent)
 
     def rows(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
         """The blocks of a parcel, as bytes."""
@@ -193,7 +231,8 @@ class _Integers(Encoding):
         finite, scales = _finite(blocks), self._scales(rows)
         is_number = blocks == finite
         is_plain = is_number.all(-1, keepdim=True)
-        scales[:, 1:] = _finite(torch.where(is_number, blocks, math.inf).amin(-1, keepdim=True))
+        lowest = torch.where(is_number, blocks, math.inf).amin(-1, keepdim=True)
+        scales[:, 1:] = _finite(lowest).add_(0.0)  # of two zeros, which are equal, the positive one
         high = _finite(torch.where(is_number, blocks, -math.inf).amax(-1, keepdim=True))
         low, marks = scales[:, 1:].float(), torch.rsub(is_plain.float(), _MARKS, alpha=_MARKS)
         scale = ((high - low) / (self._levels - marks)).to(self._scale_dtype)
@@ -206,14 +245,14 @@ class _Integers(Encoding):
     def decode_any(self, rows: torch.Tensor) -> torch.Tensor:
         codes, (scale, low) = self._codes(rows).float(), self._scales(rows).float().split(1, 1)
         codes = codes.add_(scale < 0, alpha=-_MARKS)
-        blocks = torch.addcmul(low, codes, scale.abs())
+        blocks = (codes * scale.abs()).add_(low)  # rounded twice, everywhere: not every addcmul is
         for code, value in enumerate((-math.inf, math.inf, math.nan)):
             blocks.masked_fill_(codes == code - _MARKS, value)
         return blocks
 
 
 class Int8(_Integers):
-    _levels, _scale_dtype, _kernel, _exponent = 255, torch.float32, "byte", 100
+    _levels, _scale_dtype, _kernel, _exponent, _fused = 255, torch.float32, "byte", 100, 0
 
     def _bytes_of_block(self) -> int:
         return self.block + 8
@@ -226,7 +265,7 @@ class Int8(_Integers):
 
 
 class Int4(_Integers):
-    _levels, _scale_dtype, _kernel, _exponent = 15, torch.float16, "4bit", 14
+    _levels, _scale_dtype, _kernel, _exponent, _fused = 15, torch.float16, "4bit", 14, 1
 
     def _bytes_of_block(self) -> int:
         return self.block // 2 + 4
@@ -242,6 +281,8 @@ class Int4(_Integers):
 class Fp8(Encoding):
     """Floating point with 3 bits of mantissa, or with 2 in blocks with infinities or NaN, which that format has."""
 
+    _fused = 2
+
     def _bytes_of_block(self) -> int:
         return self.block + 4
 
@@ -255,7 +296,8 @@ class Fp8(Encoding):
     def _scale(self, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The scale with which the largest number of a block becomes the largest of ``dtype``."""
         largest = torch.maximum(blocks.amax(1, keepdim=True), -blocks.amin(1, keepdim=True))
-        return (largest / torch.finfo(dtype).max).clamp_min_(torch.finfo(torch.float32).tiny)
+        # By a tensor: instead of dividing by a number, GPUs multiply by its inverse.
+        return (largest / largest.new_full((), torch.finfo(dtype).max)).clamp_min_(torch.finfo(torch.float32).tiny)
 
     def _decode(self, rows: torch.Tensor) -> torch.Tensor:
         # As fp16 the shifted bits are a number 256 times smaller: torch converts fp8 itself, but much more slowly.
@@ -276,28 +318,42 @@ class Fp8(Encoding):
         return torch.where(scale < 0, odd, self._decode(rows))
 
 
-class Bf16(Encoding):
-    """The upper half of each number; infinities and NaN are numbers like others, and there are no scales."""
+class Numbers(Encoding):
+    """Numbers like others, of another dtype. There are no scales, and no powers of two."""
+
+    stored: torch.dtype
 
     def _bytes_of_block(self) -> int:
-        return 2 * self.block
+        return self.stored.itemsize * self.block
+
+    def numbers(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
+        """Those of a parcel, as a view."""
+        return encoded[: numel * self.stored.itemsize].view(self.stored)
+
+    def add_together(
+        self, total: torch.Tensor, encoded: Sequence[torch.Tensor], numels: Sequence[int], ranks: int
+    ) -> None:
+        joined = torch.cat([*map(self.numbers, encoded, numels)])
+        total.add_(joined.view(ranks, -1).sum(0, dtype=self.dtype))
+
+
+class Bf16(Numbers):
+    """The upper half of each number. Infinities and NaN are numbers too."""
+
+    stored = torch.bfloat16
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> bool:
         if values is not scratch:
             scratch.copy_(values)
-        out[: 2 * values.numel()].view(torch.bfloat16).copy_(values)
+        self.numbers(out, values.numel()).copy_(values)
         return False
 
     def decode(self, encoded: torch.Tensor, numel: int) -> tuple[torch.Tensor, Factor]:
-        return encoded[: 2 * numel].view(torch.bfloat16).float(), 1.0
-
-    def decode_together(self, encoded: Sequence[torch.Tensor], numels: Sequence[int]) -> torch.Tensor:
-        parcels = zip(encoded, numels, strict=True)
-        return torch.cat([each[: 2 * numel].view(torch.bfloat16) for each, numel in parcels]).float()
+        return self.numbers(encoded, numel), 1.0
 
 
-class Unencoded(Encoding):
-    """Numbers as they are, to add them up like others. They are only decoded, and only on a device.
+class Unencoded(Numbers):
+    """Numbers as they are, to add them up like others, and only on a device.
 
     Args:
         source: their dtype.
@@ -305,14 +361,8 @@ class Unencoded(Encoding):
     """
 
     def __init__(self, source: torch.dtype, dtype: torch.dtype) -> None:
-        self._source, self.dtype = source, dtype
+        self.stored, self.dtype = source, dtype
         super().__init__(block=1)
-
-    def _bytes_of_block(self) -> int:
-        return self._source.itemsize
-
-    def decode_together(self, encoded: Sequence[torch.Tensor], numels: Sequence[int]) -> torch.Tensor:
-        return torch.cat([each.view(self._source) for each in encoded]).to(self.dtype)
 
 
 @lru_cache(maxsize=256)
@@ -320,6 +370,28 @@ def _repeated(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """The number 0 so many times, then 1, and so on: made once, since this waits for the device."""
     with torch.inference_mode(False):
         return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long)).to(device)
+
+
+@lru_cache(maxsize=64)
+def fused_kernels(device: torch.device) -> ModuleType | None:
+    """:mod:`fullshard.fused`, on a GPU of CUDA on which Triton works."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    try:
+        from fullshard import fused
+
+        trial = torch.ones(8, device=device)
+        fused.encode(fused.Format(fused.FP8, 8, 0), trial, trial.new_empty(12, dtype=torch.uint8), trial[:1], False)
+    except ImportError:
+        return None
+    except Exception as error:  # it compiles for this device, and needs a compiler of C for that
+        warnings.warn(
+            f"Triton cannot compile for {device}: {type(error).__name__}: {error}. Messages are encoded and decoded by "
+            "operations of torch, which is slower",
+            stacklevel=2,
+        )
+        return None
+    return fused
 
 
 def add_scaled(total: torch.Tensor, values: torch.Tensor, factor: Factor) -> None:

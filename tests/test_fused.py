@@ -1,0 +1,186 @@
+"""Triton's kernels write and read the bits of torch's operations: on a GPU or, without one, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+from unittest import mock
+
+import pytest
+import torch
+from benchmarks.launches import Counts, _Unordered
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fullshard import encodings
+from fullshard.encoded_tensors import EncodedTensors, add_up, decode_tensors, encode_together
+from fullshard.encodings import Encoding
+from fullshard.wire_policy import EncodingName
+from tests.comm.test_encoded import launches_of_letters
+from tests.harness import World, ranks
+from tests.simulated import simulate
+from tests.test_encodings import made
+
+#: Kernels that write the letters of a gather and read them, and the same of a reduction, on any number of ranks.
+COUNTED = (11, 5, 10, 9)
+EXTREMES = [0.0, -0.0, 2.0**-149, -(2.0**-149), 2.0**-126, 3.4e38, -3.4e38, 1.0, 1.5, 2.5, 448.0, 57344.0]
+ODD = [float("inf"), float("-inf"), float("nan")]
+each_format = pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
+
+
+@contextmanager
+def interpreter() -> Iterator[None]:
+    """Kernels run on tensors of the CPU."""
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        fused = importlib.import_module("fullshard.fused")
+        with mock.patch.object(encodings, "fused_kernels", lambda _: fused):
+            yield
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """A device that has the kernels."""
+    with simulate(_Unordered()):
+        if torch.cuda.is_available():
+            yield torch.device("cuda", torch.cuda.current_device())
+        else:
+            with interpreter():
+                yield torch.device("cpu")
+
+
+def numbers(kind: str, block: int) -> list[torch.Tensor]:
+    """Tensors of several parcels, of whole blocks and less."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(count, generator=generator) for count in (3 * block, 7 * block - 5, block, 20 * block + 1)]
+    match kind:
+        case "denormal":
+            return [each * 2.0**-140 for each in drawn]
+        case "huge":
+            return [each * 2.0**125 for each in drawn]
+        case "of all magnitudes":
+            return [each * 10.0 ** torch.randint(-40, 38, each.shape, generator=generator) for each in drawn]
+        case "constant":
+            return [torch.full_like(each, each[0]) for each in drawn]
+        case "levels":  # and the middles between them
+            return [(each * 20).round() / 2 for each in drawn]
+        case "zero":
+            return [each.mul(0) for each in drawn]
+        case "extreme" | "infinite":
+            values = torch.tensor(EXTREMES + (ODD if kind == "infinite" else []))
+            few = torch.randint(0, 40, drawn[3].shape, generator=generator)
+            drawn[3] = torch.where(few < len(values), values[few.clamp(max=len(values) - 1)], drawn[3])
+            drawn[2] = torch.full_like(drawn[2], values[-1])
+    return drawn
+
+
+def exchange(of: Encoding, values: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """The bytes of parcels, what is lost of their numbers, what they are decoded to, and sums over ranks."""
+    values = [each.to(device) for each in values]
+    numels = [-(-each.numel() // of.block) * of.block for each in values]
+    encoded = [torch.zeros(of.nbytes(numel), dtype=torch.uint8, device=device) for numel in numels]
+    lost, read, total, plain = ([torch.zeros_like(each) for each in values] for _ in range(4))
+    lists = values, numels, encoded, lost, read
+    parcels = [EncodedTensors((0,), n, e, [v], [r], [k]) for v, n, e, k, r in zip(*lists, strict=True)]
+    encode_together(of, parcels)
+    decode_tensors(of, parcels)
+    again = [torch.zeros_like(each) for each in encoded]
+    encode_together(of, [each._replace(encoded=e, lost=()) for each, e in zip(parcels, again, strict=True)])
+    sums = [each._replace(targets=[t], lost=()) for each, t in zip(parcels, total, strict=True)]
+    add_up(of, sums, [encoded, again, encoded], lambda _: None, plain[0])
+    return [each.cpu() for each in (*encoded, *again, *lost, *read, *total)]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """All NaN have the same."""
+    return tensor if tensor.dtype == torch.uint8 else torch.where(tensor.isnan(), 0.5, tensor).view(torch.int32)
+
+
+@each_format
+@pytest.mark.parametrize("block", [8, 40, 128, 512])
+@pytest.mark.parametrize(
+    "kind", ["normal", "denormal", "huge", "of all magnitudes", "constant", "levels", "zero", "extreme", "infinite"]
+)
+def test_kernels_have_the_bits_of_operations_of_torch(
+    device: torch.device, name: EncodingName, block: int, kind: str
+) -> None:
+    of, values = made(name, block), numbers(kind, block)
+    with mock.patch.object(encodings, "fused_kernels", lambda _: None):
+        expected = exchange(of, values, torch.device("cpu"))
+    for found, other in zip(exchange(of, values, device), expected, strict=True):
+        assert torch.equal(bits(found), bits(other))
+
+
+class Launches(Counts):
+    """Counts kernels of Triton too, of which torch's dispatcher knows nothing."""
+
+    def __enter__(self) -> Self:
+        fused = encodings.fused_kernels(torch.device("cpu"))
+        assert fused is not None
+        launch = fused.launch
+
+        def counted(*args: Any) -> None:
+            self.cost.launches += 1
+            with _disable_current_modes():  # the interpreter calls operations of torch
+                launch(*args)
+
+        self._launch = mock.patch.object(fused, "launch", counted)
+        self._launch.start()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._launch.stop()
+
+
+@ranks(2, 3)
+@each_format
+def test_no_more_than_15_kernels_write_or_read_all_letters(world: World, name: EncodingName) -> None:
+    with interpreter():
+        few, many = (launches_of_letters(world, name, count, Launches) for count in (2, 9))
+    assert few == many, "with more parameters"
+    assert tuple(few) == COUNTED
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("block", [40, 128, 8192])
+def test_kernels_compile_for_a_gpu_to_operations_that_round_each_result(number: int, block: int) -> None:
+    """Without a GPU, and without what computes products and sums at once, is not precise, or makes zeros of denormal
+    numbers."""
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="0"):
+        source = importlib.util.spec_from_file_location("not_interpreted", Path(encodings.__file__).with_name("fused.py"))
+        assert source is not None
+        assert source.loader is not None
+        fused = importlib.util.module_from_spec(source)
+        source.loader.exec_module(fused)
+        started = []
+        with mock.patch.object(fused, "launch", lambda *args: started.append(args)):
+            values, out = torch.zeros(4 * block), torch.zeros(4 * block, dtype=torch.uint8)
+            form = fused.Format(number, block, 100)
+            for flag in (False, True):
+                fused.encode(form, values, out, values[:1], flag)
+                fused.decode(form, out, values, torch.zeros(4, dtype=torch.long), values, flag)
+        for kernel, _, warps, *args in started:
+            assembly = compiled(kernel, warps, dict(zip(kernel.arg_names, args, strict=True)))
+            assert not re.findall(r"\S*(?:\.ftz|fma\.|\.approx|div\.full)\S*", assembly)
+
+
+def compiled(kernel: Any, warps: int, args: dict[str, Any]) -> str:
+    """What a kernel is for an H100, after it was assembled."""
+    triton = importlib.import_module("triton")
+    compiler = importlib.import_module("triton.compiler")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    constants = {name: value for name, value in args.items() if name.isupper()}
+    types = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64"}
+    types |= {torch.uint8: "*u8"}
+    signature = {
+        name: "constexpr" if name in constants else types[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+        for name, value in args.items()
+    }
+    source = compiler.ASTSource(kernel, signature, constants)
+    found = triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
+    assert found.asm["cubin"]
+    return str(found.asm["ptx"])
