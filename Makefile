@@ -76,9 +76,10 @@ test-torch: ## run every test with another torch, TORCH=2.15.0 (2.11 or newer), 
 	$(MAKE) $(OTHER)/.installed-test $(OTHER)/.installed-servers VENV=$(OTHER)
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest --all $(ARGS)
 
-frameworks: ## run programs of accelerate, transformers, PEFT, TRL, Lightning, torchtitan and torchao on fullshard
+frameworks: ## run programs of accelerate, transformers, PEFT, TRL, Lightning, torchtitan and torchao on fullshard, and Triton's kernels
 	$(MAKE) .venv-frameworks/.installed-frameworks VENV=.venv-frameworks PINS='-c constraints-frameworks.txt'
 	OMP_NUM_THREADS=1 .venv-frameworks/bin/python -m pytest --all $(ARGS) tests/frameworks tests/optim/test_blocks.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-frameworks/bin/python -m pytest --all $(ARGS) tests/test_fused.py
 
 lint: $(VENV)/.installed-test ## ruff: rules and format
 	$(BIN)/ruff check .

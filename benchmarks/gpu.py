@@ -83,7 +83,17 @@ class Run:
         lines.write_text("")
         command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--output", str(lines)]
         if name == _TESTS:
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--all", "tests/gpu"]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "--all",
+                "tests/gpu",
+                "tests/test_fused.py",
+            ]
         with log.open("wb") as output:
             child = subprocess.Popen(
                 [*command, *(["--tiny"] if self.is_tiny else [])], stdout=output, stderr=output, start_new_session=True

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.register_assert_rewrite("tests.harness")
 
@@ -29,8 +30,9 @@ from tests.harness.rank import SIMULATED, run_test  # noqa: E402
 #: A store of torch looks up the names of its clients, once for each connection. Where the name server loses a request,
 #: each costs 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-#: Tests of what torch has for GPUs alone, and `make frameworks` installs.
-collect_ignore = [] if find_spec("triton") else ["test_fused.py"]
+#: Tests of Triton's kernels, which need it, and a GPU or its interpreter (`make frameworks`, `make gpu`).
+_RUNS_KERNELS = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore = [] if _RUNS_KERNELS and find_spec("triton") else ["test_fused.py"]
 _RANKS = 4
 #: Folders of tests of which the quick lane takes every case: what they prove, others build on.
 _WHOLE = ("buffer", "comm")

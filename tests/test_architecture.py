@@ -29,7 +29,7 @@ LAYERS = (
     ),
     ("buffer.plan",),
     ("device",),
-    ("encodings", "encoded_tensors"),
+    ("fused", "encodings", "encoded_tensors"),
     ("buffer",),
     ("disk",),
     ("comm",),
@@ -64,6 +64,7 @@ LAYERS = (
 
 #: What parts of the library need beside torch.
 DEPENDENCIES = {
+    "fused": ("triton",),
     "disk": ("xxhash",),
     "checkpoint": ("xxhash", "safetensors", "tqdm", "upath", "fsspec"),
     "report": ("jinja2", "matplotlib", "plotly", "tabulate"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fullshard.encodings import Encoding, add_scaled, encoding
+from fullshard.encodings import Encoding, add_scaled, encoding, fused_kernels
 from fullshard.wire_policy import EncodingName
 
 NAMES: tuple[EncodingName, ...] = ("bf16", "fp8", "int8", "int4")
@@ -212,3 +214,16 @@ def test_numbers_stay_as_they_are_while_they_are_encoded(name: EncodingName) -> 
 
 def test_exact_is_no_encoding() -> None:
     assert encoding("exact", 128) is None
+
+
+def test_without_a_compiler_for_triton_operations_of_torch_encode_and_say_so() -> None:
+    assert fused_kernels(torch.device("cpu")) is None
+    without = mock.Mock(encode=mock.Mock(side_effect=RuntimeError("no C")))
+    with (
+        mock.patch.dict(sys.modules, {"fullshard.fused": without}),
+        mock.patch.object(torch.version, "cuda", "13.0"),
+        mock.patch.object(torch, "ones", return_value=torch.ones(8)),
+        pytest.warns(UserWarning, match="Triton cannot compile for cuda: RuntimeError: no C"),
+    ):
+        assert fused_kernels(torch.device("cuda")) is None
+    fused_kernels.cache_clear()

@@ -231,9 +231,9 @@ class _Integers(Encoding):
         finite, scales = _finite(blocks), self._scales(rows)
         is_number = blocks == finite
         is_plain = is_number.all(-1, keepdim=True)
-        lowest = torch.where(is_number, blocks, math.inf).amin(-1, keepdim=True)
+        lowest = blocks.masked_fill(is_odd := ~is_number, math.inf).amin(-1, keepdim=True)
         scales[:, 1:] = _finite(lowest).add_(0.0)  # of two zeros, which are equal, the positive one
-        high = _finite(torch.where(is_number, blocks, -math.inf).amax(-1, keepdim=True))
+        high = _finite(blocks.masked_fill(is_odd, -math.inf).amax(-1, keepdim=True))
         low, marks = scales[:, 1:].float(), torch.rsub(is_plain.float(), _MARKS, alpha=_MARKS)
         scale = ((high - low) / (self._levels - marks)).to(self._scale_dtype)
         scale = scale.masked_fill_(scale <= 0, 1)

@@ -80,7 +80,7 @@ def _views(form: Format, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 @triton.jit(do_not_specialize=["numel"])
-def _find_largest(values, largest, numel, TILE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def _find_largest(values, largest, numel, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The bits of the largest finite magnitude that each program finds. They are ordered as the numbers are."""
     start, most = tl.program_id(0) * TILE, tl.zeros([TILE], tl.int32)
     while start < numel:  # the interpreter knows no range whose bounds are arguments
@@ -100,13 +100,13 @@ def _encode_blocks(  # type: ignore[no-untyped-def]
     tail,
     blocks,
     partials,
-    PARTIALS: tl.constexpr,  # noqa: N803
-    EXPONENT: tl.constexpr,  # noqa: N803
-    KEEPS: tl.constexpr,  # noqa: N803
-    FORMAT: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
+    PARTIALS: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    KEEPS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     each = tl.arange(0, PARTIALS)
     most = tl.max(tl.load(largest + each, mask=each < partials, other=0), 0)
@@ -174,12 +174,12 @@ def _encode_blocks(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _to_float8(numbers, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def _to_float8(numbers, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
     """The bits of numbers in float8_e4m3fn or float8_e5m2, of two as near the even ones, as torch converts them. No
     finite number is too large."""
-    SHIFT: tl.constexpr = 23 - MANTISSA  # noqa: N806
-    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15  # noqa: N806
-    SMALL: tl.constexpr = 2.0 ** (SHIFT + 1 - BIAS)  # noqa: N806
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
+    SMALL: tl.constexpr = 2.0 ** (SHIFT + 1 - BIAS)
     bits = numbers.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     # The bits that a denormal number has are the last ones of a sum, which rounds it.
@@ -192,7 +192,7 @@ def _to_float8(numbers, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _from_codes(codes, scale, low, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def _from_codes(codes, scale, low, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """What codes mean."""
     is_odd = scale < 0
     if FORMAT == 2:  # the bits of fp16, of which one format has the upper half, and the other a number 256 times larger
@@ -215,9 +215,9 @@ def _load_blocks(  # type: ignore[no-untyped-def]
     parcel_of,
     row,
     is_row,
-    FORMAT: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """The numbers of blocks."""
     col = tl.arange(0, WIDTH)[None, :]
@@ -248,11 +248,11 @@ def _decode_blocks(  # type: ignore[no-untyped-def]
     out,
     blocks,
     ranks,
-    ADDS: tl.constexpr,  # noqa: N803
-    FORMAT: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
+    ADDS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     col = tl.arange(0, WIDTH)[None, :]
