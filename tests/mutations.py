@@ -120,8 +120,8 @@ MUTATIONS = (
     ),
     Mutation(
         "encodings.py",
-        '_levels, _scale_dtype, _kernel, _exponent = 15, torch.float16, "4bit", 14',
-        '_levels, _scale_dtype, _kernel, _exponent = 15, torch.float16, "4bit", 17',
+        '_levels, _scale_dtype, _kernel, _exponent, _fused = 15, torch.float16, "4bit", 14, 1',
+        '_levels, _scale_dtype, _kernel, _exponent, _fused = 15, torch.float16, "4bit", 17, 1',
         "tests/test_encodings.py::test_an_error_is_within_the_step_of_its_block",
     ),
     # where parameters lie

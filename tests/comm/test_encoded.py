@@ -39,8 +39,8 @@ TRANSPORTS: dict[str, type[Transport]] = {"p2p": PointToPointTransport, "collect
 each_transport = pytest.mark.parametrize("transport_name", TRANSPORTS)
 each_layout = pytest.mark.parametrize("layout", ["even", "flat", "ragged"])
 each_encoding = pytest.mark.parametrize("name", ["bf16", "fp8", "int8", "int4"])
-#: Kernels that write the letters of a gather and read them, and the same of a reduction, on any number of ranks. Without
-#: Triton: tests/test_fused.py counts with it.
+#: Kernels that write the letters of a gather and read them, and the same of a reduction, on any number of ranks, by
+#: operations of torch. tests/test_fused.py counts those of Triton.
 COUNTED = {"bf16": (10, 2, 9, 10), "fp8": (63, 18, 62, 25), "int8": (65, 18, 64, 25), "int4": (74, 22, 73, 29)}
 #: The largest error of standard normal numbers, of which no block of these cases spans more than 11.
 ERRORS = {"bf16": 6 / 2**8, "fp8": 6 / 2**4, "int8": 11 / 255 / 2 + 1e-5, "int4": 11 / 15 / 2 + 6 / 2**10}
