@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.torch_private import foreach_copy, set_data
+from fullshard.torch_private import CAN_SWAP_MEMORY, foreach_copy, set_data
 
 CPU = torch.device("cpu")  # to compare with: the type of a device is a new string whenever it is asked for
 META = torch.device("meta")
@@ -235,6 +235,9 @@ def mark_end(device: torch.device) -> Mark:
     """A mark at the end of what the current lane will hold when another one waits for it."""
     return PASSED if device in HOSTS else EndMark(current_stream(device), device)
 
+
+#: The mark of memory that is given back. Where storages exchange none, it is taken in the lane that gave it back.
+mark_released = mark_now if CAN_SWAP_MEMORY else mark_end
 
 _planned: torch.device | None = None  # the device for which models are sharded meanwhile, whatever is here
 

@@ -53,6 +53,12 @@ def restore_through_data(program: Program) -> None:
         param.data.copy_(program.saved[name])
 
 
+def scale_through_data(program: Program) -> None:
+    """It leaves no trace in the version of a DTensor."""
+    for _, param in program.each():
+        param.data.mul_(0.5)
+
+
 def assign_data(program: Program) -> None:
     for _, param in program.each():
         param.data = param.data * 0.5
@@ -80,7 +86,7 @@ def optimize_anew(program: Program) -> None:
     program.optimizer = torch.optim.SGD(program.model.parameters(), lr=0.05)
 
 
-ACTS = [clamp, decay_a_module, restore_through_data, assign_data, freeze, unfreeze, clip, optimize_anew]
+ACTS = [clamp, decay_a_module, restore_through_data, scale_through_data, assign_data, freeze, unfreeze, clip, optimize_anew]
 
 
 def no_grad(program: Program, x: Tensor) -> None:

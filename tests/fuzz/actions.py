@@ -409,7 +409,9 @@ class Unshard(Action):
             for name, parameter in shown_parameters(run.model).items():
                 if not isinstance(parameter, DTensor):
                     run.compare("unsharded parameter " + name, [parameter.detach()], [expected[name]])
-        writes = self.write and run.program.sharding.stage > 0 and run.program.sharding.strategy != "NO_SHARD"
+        how = run.program.sharding
+        is_cut = how.stage > 0 and how.strategy != "NO_SHARD" and (how.mesh[-1] if how.mesh else run.world.size) > 1
+        writes = self.write and is_cut
         if writes:
             with torch.no_grad():
                 for parameter in run.model.parameters():

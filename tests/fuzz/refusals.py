@@ -30,7 +30,9 @@ def _hands_on_plain_objects(program: Program) -> bool:
 
 def _broadcasts_no_state(program: Program) -> bool:
     """`set_optimizer_state_dict` looks for a tensor in the optimizer's state, in plain models too; SGD has none."""
-    return program.optimizer == "sgd" and any(getattr(action, "kind", "") == "dcp full" for action in program.actions)
+    return program.optimizer in ("sgd", "temporary") and any(
+        getattr(action, "kind", "") == "dcp full" for action in program.actions
+    )
 
 
 def _has_parameters_without_gradients(program: Program) -> bool:

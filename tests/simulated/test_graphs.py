@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fullshard
 from fullshard import FullyShardedDataParallel
-from fullshard.device import CPU, Done, Lane, current_stream, mark_now
+from fullshard.device import CPU, Done, EventMark, Lane, current_stream
 from fullshard.group import gradients
 from fullshard.torch_private import CAN_SWAP_MEMORY
 from tests.fully_shard.cases import assert_close, inputs
@@ -69,14 +69,14 @@ def test_a_replay_keeps_the_order_of_events_and_no_other(device: Graphs) -> None
 
 
 def test_no_stream_waits_in_a_capture_for_what_was_before_it(device: Graphs) -> None:
-    mark = mark_now(CPU)
+    mark = EventMark(current_stream(CPU).record_event(), CPU)
     with pytest.raises(CaptureError, match="lane 1 waits in a capture for an event from before it"), device.capture():
         mark.wait()
 
 
 def test_nobody_waits_for_what_was_in_a_capture(device: Graphs) -> None:
     with device.capture():
-        mark = mark_now(CPU)
+        mark = EventMark(current_stream(CPU).record_event(), CPU)
     with pytest.raises(CaptureError, match="lane 1 waits for an event that another graph has"):
         mark.wait()
 

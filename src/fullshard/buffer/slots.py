@@ -26,14 +26,10 @@ from itertools import chain
 import torch
 
 from fullshard.buffer.shared_memory import Segment
-from fullshard.device import CPU, HOSTS, META, PASSED, Mark, current_stream, is_host, mark_end, mark_now
+from fullshard.device import CPU, HOSTS, META, PASSED, Mark, current_stream, is_host, mark_end, mark_now, mark_released
 from fullshard.torch_private import CAN_SWAP_MEMORY, alias_storage, storage_id, swap_memory
 
 Allocate = Callable[[int, torch.device], torch.Tensor]
-
-
-#: The mark of memory that is given back. Without an exchange, whoever takes it waits in the lane that gives it back.
-_MARK = mark_now if CAN_SWAP_MEMORY else mark_end
 
 
 class Slot:
@@ -187,7 +183,7 @@ class SlotBuffer:
             self.in_use = False
             assert self.slot is not None
             if released is None:
-                released = PASSED if self.pool.is_host else _MARK(self.pool.device)
+                released = PASSED if self.pool.is_host else mark_released(self.pool.device)
             self.slot.released = released
             if not self.keeps_memory:
                 self.pool.free.append(self.slot)

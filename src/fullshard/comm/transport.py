@@ -291,9 +291,11 @@ class Transport:
         tag: int,
         wire: Wire | None,
     ) -> Route:
+        if process_group is not None and process_group.size() == 1 and not self.is_custom:
+            process_group = None
         for transfer in transfers:
             transfer.check(direction, process_group)
-        if process_group is None or not transfers or (process_group.size() == 1 and not self.is_custom):
+        if process_group is None or not transfers:
             return LocalRoute(direction, transfers)
         return self._route(Request(direction, transfers, process_group, tag, wire))
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
 
@@ -66,6 +67,7 @@ class ParamGroup(GroupContext):
         #: Whether the last forward left it unsharded although nobody asked for that. The next one gathers it again, as
         #: the shards may have been written without a trace.
         self.stays_unasked = False
+        self.was_evaluated = False  # whether a forward without a backward left its values
         self.first_values: object = None  # until the first forward, see :mod:`fullshard.first_values`
         self._build()
 
@@ -167,9 +169,10 @@ class ParamGroup(GroupContext):
         else:
             self.module_params.note_left()
 
-    def leave_unsharded(self) -> None:
+    def leave_unsharded(self, was_evaluated: bool = False) -> None:
         """Show the sharded parameters until the next pass, for which the values of an unsharded group stay."""
         if self.full.state is State.UNSHARDED:
+            self.was_evaluated = was_evaluated
             self.full.change_state(State.LEFT)
             self.module_params.show_sharded()
 
@@ -187,7 +190,8 @@ class ParamGroup(GroupContext):
         replaced = changed and self.module_params.adopt_replaced()  # before others are shown
         # Parameters may have been written since an earlier forward: without a trace, or with a trace only on the ranks
         # that have elements of a fragment. All ranks must decide alike, so each reshards.
-        if self.is_flat or self.stays_unasked or self.full.state is State.SHARDED_POST_FORWARD:
+        left, trains = self.full.state is State.LEFT and self.was_evaluated, torch.is_grad_enabled()
+        if self.is_flat or self.stays_unasked or (left and trains) or self.full.state is State.SHARDED_POST_FORWARD:
             self.reshard()
         if self.shard.shared is None and self.full.state.is_unsharded:
             # Older writes cause no gather: a rank that wrote would gather, and a rank that did not would not.

@@ -218,7 +218,7 @@ class Schedule:
         is_last = mark is None or not self.outermost.modules[0].training  # probably no backward follows
         for group in self.order.entered:
             if group.full.state is State.UNSHARDED and is_last:
-                group.leave_unsharded()
+                group.leave_unsharded(was_evaluated=True)
             elif group.full.state is State.UNSHARDED:
                 group.module_params.note_left()
             elif group.full.state is State.SHARDED_POST_FORWARD and is_last:
