@@ -235,6 +235,28 @@ def test_what_a_kernel_takes_beside_its_results_counts(layer: str) -> None:
         assert 0.8 * most < nbytes < most + 2**20  # of objects and tables
 
 
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(384, 768), nn.Linear(768, 1024))
+
+
+def bytes_kept_by_products() -> float:
+    """What a step leaves in the process, as the kernel counts it, after one of a tiny model."""
+    resident.return_what_is_freed()
+    nn.Linear(8, 8)(torch.ones(8, 8)).sum().backward()
+    resident.settle()
+    before = resident.bytes_now()
+    perceptron()(torch.ones(512, 384)).sum().backward()
+    resident.settle()
+    return resident.bytes_now() - before
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the products are those of MKL")
+def test_what_products_of_matrices_leave_behind_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    measured = run_ranks(bytes_kept_by_products, 1)[0]
+    assert predicted(perceptron, torch.ones(512, 384)).workspace == pytest.approx(measured, rel=0.1)
+
+
 def test_the_order_is_that_of_the_forward() -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:
