@@ -257,6 +257,19 @@ def test_what_products_of_matrices_leave_behind_counts(monkeypatch: pytest.Monke
     assert predicted(perceptron, torch.ones(512, 384)).workspace == pytest.approx(measured, rel=0.1)
 
 
+class ManySmall(nn.Linear):
+    """Makes many small tensors in forward, and frees them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pieces = [torch.zeros(2**14) for _ in range(64)]
+        return super().forward(x) + sum(piece[0] for piece in pieces)
+
+
+def test_memory_of_small_pieces_stays_in_the_heap() -> None:
+    found = predicted(lambda: ManySmall(64, 64), torch.ones(8, 64))
+    assert found.backward < 64 * 2**16 <= min(found.peaks.values())
+
+
 def test_the_order_is_that_of_the_forward() -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:

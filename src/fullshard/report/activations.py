@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from fullshard import tree
+from fullshard.buffer.heap import SMALL_PIECE
 from fullshard.device import CPU, PLANNED, is_host
 from fullshard.report.fakes import Fakes, fake_parameters, restored
 from fullshard.report.fused import fused_operators
@@ -74,7 +75,7 @@ class Activations:
         order: positions of groups, in the order in which forward runs their units.
         count: the number of tokens or samples in the batch.
         unit: ``"tokens"`` if the first tensor of the batch has integers, else ``"samples"``.
-        peaks: the most bytes that are alive at each moment of the step.
+        peaks: the most bytes that are alive at each moment of the step, or that the heap keeps.
         kept_by: what the forward of each group's modules left alive, by the position of the group.
         late: positions of groups whose modules get a gradient after their backward had ended, of an output that they
             were given as an input. They are gathered again, and stay whole until the backward of the model ends.
@@ -407,13 +408,17 @@ class _Step(DispatchMode):
         return forward[-1], max(forward), max(backward)
 
     def by_moment(self) -> tuple[dict[Moment, int], dict[int, int]]:
-        """The most bytes that were alive at each moment, and what the forward of each unit left alive."""
+        """The most bytes that were alive at each moment, and what the forward of each unit left alive. Small pieces
+        count as in the moment that has most of them: the heap keeps what lies between pieces in use."""
         sizes = [0 if number in self._gradients else nbytes for number, nbytes in self._changes]
         alive = list(accumulate(sizes, initial=0))
+        in_heap = [size * (self._is_host and abs(size) < SMALL_PIECE) for size in sizes]
+        small = list(accumulate(in_heap, initial=0))
+        held = [now + max(small) - part for now, part in zip(alive, small, strict=True)]
         peaks: dict[Moment, int] = {}
         ends = [*(begin for begin, _ in self._moments[1:]), len(self._changes)]
         for (begin, moment), end in zip(self._moments, ends, strict=True):
-            peaks[moment] = max(peaks.get(moment, 0), *alive[begin : end + 1])
+            peaks[moment] = max(peaks.get(moment, 0), *held[begin : end + 1])
         kept = Counter[int]()
         for position, begin, end in self._forwards:
             kept[position] += alive[end] - alive[begin]
