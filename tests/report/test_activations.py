@@ -235,6 +235,39 @@ def test_what_a_kernel_takes_beside_its_results_counts(layer: str) -> None:
         assert 0.8 * most < nbytes < most + 2**20  # of objects and tables
 
 
+def bytes_kept_by_products() -> float:
+    """What the products of two layers' forward leave in the process, as the kernel counts it."""
+    sizes = [(8, 8, 8), (512, 384, 768), (512, 768, 1024)]
+    first, *given = [(torch.ones(a, b), torch.ones(b, c), torch.zeros(a, c)) for a, b, c in sizes]
+    torch.mm(*first[:2], out=first[2])
+    resident.settle()
+    before = resident.bytes_now()
+    for left, right, result in given:
+        torch.mm(left, right, out=result)
+    return resident.bytes_now() - before
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the products are those of MKL")
+def test_what_products_of_matrices_leave_behind_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    measured = run_ranks(bytes_kept_by_products, 1)[0]
+    found = predicted(lambda: nn.Sequential(nn.Linear(384, 768), nn.Linear(768, 1024)), torch.ones(512, 384))
+    assert found.workspace == pytest.approx(measured, rel=0.1)
+
+
+class ManySmall(nn.Linear):
+    """Makes many small tensors in forward, and frees them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pieces = [torch.zeros(2**14) for _ in range(64)]
+        return super().forward(x) + sum(piece[0] for piece in pieces)
+
+
+def test_memory_of_small_pieces_stays_in_the_heap() -> None:
+    found = predicted(lambda: ManySmall(64, 64), torch.ones(8, 64))
+    assert found.backward < 64 * 2**16 <= min(found.peaks.values())
+
+
 def test_the_order_is_that_of_the_forward() -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:

@@ -24,7 +24,7 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 #: lower ones: a program that was told once to go by fixed thresholds would have to ask the system for every tensor.
 _LARGEST_PIECE = 32 * 2**20
 KEPT_BY_ITSELF = 2 * _LARGEST_PIECE
-_SMALL_PIECE = 2**17  # where pieces of the system begin in a program that has freed none
+SMALL_PIECE = 2**17  # where pieces of the system begin in a program that has freed none
 _LARGEST_INT = 2**31 - 1
 #: With any of these the user has chosen thresholds.
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
@@ -49,8 +49,8 @@ def return_at_once() -> None:
     """From now on the heap, if it is glibc's and the user has not decided, keeps nearly nothing that was freed: for a
     model that needs most of a given memory, and that has freed its whole parameters."""
     global _returns_at_once
-    if not _user_decides() and set_option(MMAP_THRESHOLD, _SMALL_PIECE):
-        _returns_at_once = set_option(TRIM_THRESHOLD, _SMALL_PIECE)
+    if not _user_decides() and set_option(MMAP_THRESHOLD, SMALL_PIECE):
+        _returns_at_once = set_option(TRIM_THRESHOLD, SMALL_PIECE)
         return_freed()
         if hasattr(_libc, "mallinfo2"):
             _fill_holes()
@@ -61,7 +61,7 @@ def _fill_holes() -> None:
     taken for tensors, and not returned when these are freed."""
     _libc.mallinfo2.restype, _libc.malloc.restype = MallInfo, ctypes.c_void_p
     nbytes = 1 << _libc.mallinfo2().fordblks.bit_length()
-    while nbytes >= _SMALL_PIECE:
+    while nbytes >= SMALL_PIECE:
         mapped = _libc.mallinfo2().hblks
         piece = ctypes.c_void_p(_libc.malloc(ctypes.c_size_t(nbytes)))
         if not piece or _libc.mallinfo2().hblks > mapped:  # no hole is as large

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from fullshard import tree
+from fullshard.buffer.heap import SMALL_PIECE
 from fullshard.device import CPU, PLANNED, is_host
 from fullshard.report.fakes import Fakes, fake_parameters, restored
 from fullshard.report.fused import fused_operators
@@ -53,6 +54,9 @@ _KEPT_BY_RECURRENT = 5
 #: A device's allocator makes each allocation a multiple of so many bytes.
 _ROUNDED = 512
 _CONVOLUTIONS = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
+_PRODUCTS = torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm
+#: The blocks of a matrix product that MKL copies, measured with AVX-512: inner and outer dimension, and columns.
+_BLOCK, _COLUMNS = 384, 9984
 #: A function of the model and a batch: it runs the model and returns the loss.
 Loss = Callable[[nn.Module, Any], Any]
 
@@ -71,12 +75,13 @@ class Activations:
         order: positions of groups, in the order in which forward runs their units.
         count: the number of tokens or samples in the batch.
         unit: ``"tokens"`` if the first tensor of the batch has integers, else ``"samples"``.
-        peaks: the most bytes that are alive at each moment of the step.
+        peaks: the most bytes that are alive at each moment of the step, or that the heap keeps.
         kept_by: what the forward of each group's modules left alive, by the position of the group.
         late: positions of groups whose modules get a gradient after their backward had ended, of an output that they
             were given as an input. They are gathered again, and stay whole until the backward of the model ends.
         open_ended: positions of groups whose modules were given nothing that requires gradients: nothing tells when
             their backward ends, so they are reduced and resharded when that of the model ends.
+        workspace: what MKL has allocated for matrix products and keeps.
     """
 
     kept: int
@@ -90,13 +95,14 @@ class Activations:
     kept_by: Mapping[int, int] = field(default_factory=dict)
     late: tuple[int, ...] = ()
     open_ended: tuple[int, ...] = ()
+    workspace: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The sums as plain data."""
         return {
             name: value
             for name, value in vars(self).items()
-            if name not in ("flops", "order", "peaks", "kept_by", "late", "open_ended")
+            if name not in ("flops", "order", "peaks", "kept_by", "late", "open_ended", "workspace")
         } | {
             f"{when} FLOPs": sum(flops for (during, _), flops in self.flops.items() if during == when)
             for when in ("forward", "backward")
@@ -189,6 +195,7 @@ def _traced(model: nn.Module, batch: Any, loss: Loss | None, values: Values | No
         *step.by_moment(),
         tuple(step.late),
         tuple(step.open_ended),
+        sum(step.workspaces),
     )
 
 
@@ -229,6 +236,13 @@ def _copied_by_convolution(
     elif sums and groups > 1 and filled > weight.nbytes:
         filled *= 4
     return filled + sum(each.nbytes for each in (*images, weight) if not _has_channels_last(each))
+
+
+def _copied_by_product(left: torch.Tensor, result: torch.Tensor) -> int:
+    """The bytes of the copies of blocks of both matrices, which MKL makes where the left one has many rows."""
+    threads, (rows, inner), columns = torch.get_num_threads(), left.shape[-2:], result.shape[-1]
+    copied = threads * min(rows, _BLOCK) + (min(columns, threads * _COLUMNS) if rows > _BLOCK or threads > 1 else 0)
+    return min(inner, _BLOCK) * copied * left.itemsize
 
 
 def _has_channels_last(images: torch.Tensor) -> bool:
@@ -278,6 +292,7 @@ class _Step(DispatchMode):
         flops: by pass and by the position of a unit.
         order: the positions of the units in the order in which their forwards began. That of a unit is the position of
             its first group.
+        workspaces: the bytes of MKL's workspaces, each larger than those before it.
     """
 
     supports_higher_order_operators = True  # such as flex attention
@@ -307,6 +322,7 @@ class _Step(DispatchMode):
         self._over: set[int] = set()  # the positions of those whose backward has ended
         self.late: dict[int, None] = {}
         self.open_ended: dict[int, None] = {}
+        self.workspaces: list[int] = []
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do not count the memory of tensors, and drop their gradients when they are complete, as groups do."""
@@ -355,6 +371,10 @@ class _Step(DispatchMode):
             # And of their gradients, which are made together: the largest counts where a group takes it. Of all steps
             # the gates, and the gradients of three states, before and after.
             copied = 2 * sum(weights) + min(weights) + 4 * output + 6 * max(x, output)
+        elif operator in _PRODUCTS and torch.backends.mkl.is_available():
+            nbytes = _copied_by_product(args[-2], result)
+            if nbytes > max(self.workspaces, default=0):  # MKL keeps the smaller ones too
+                self.workspaces.append(nbytes)
         if copied:
             number = len(self._changes)
             self._changes += [(number, copied), (number, -copied)]
@@ -388,13 +408,17 @@ class _Step(DispatchMode):
         return forward[-1], max(forward), max(backward)
 
     def by_moment(self) -> tuple[dict[Moment, int], dict[int, int]]:
-        """The most bytes that were alive at each moment, and what the forward of each unit left alive."""
+        """The most bytes that were alive at each moment, and what the forward of each unit left alive. Small pieces
+        count as in the moment that has most of them: the heap keeps what lies between pieces in use."""
         sizes = [0 if number in self._gradients else nbytes for number, nbytes in self._changes]
         alive = list(accumulate(sizes, initial=0))
+        in_heap = [size * (self._is_host and abs(size) < SMALL_PIECE) for size in sizes]
+        small = list(accumulate(in_heap, initial=0))
+        held = [now + max(small) - part for now, part in zip(alive, small, strict=True)]
         peaks: dict[Moment, int] = {}
         ends = [*(begin for begin, _ in self._moments[1:]), len(self._changes)]
         for (begin, moment), end in zip(self._moments, ends, strict=True):
-            peaks[moment] = max(peaks.get(moment, 0), *alive[begin : end + 1])
+            peaks[moment] = max(peaks.get(moment, 0), *held[begin : end + 1])
         kept = Counter[int]()
         for position, begin, end in self._forwards:
             kept[position] += alive[end] - alive[begin]

@@ -90,7 +90,7 @@ def need_of(
     state = round(optimizer_bytes * trained)
     kept += _disk_memory(groups, optimizer_bytes)
     uncounted = _UNCOUNTED if groups[0].is_host else math.prod(WORKSPACES[1:])
-    rest = shards + state + facts.outside + batch + kept + uncounted
+    rest = shards + state + facts.outside + batch + kept + activations.workspace + uncounted
     passes, widest = Counter[str](), Counter[tuple[str, int]]()
     for (during, at, _), nbytes in replay.beside.items():
         passes[during] = max(passes[during], nbytes)
