@@ -916,7 +916,7 @@ MUTATIONS = (
     ),
     Mutation(
         "schedule/schedule.py",
-        "                group.leave_unsharded()",
+        "                group.leave_unsharded(was_evaluated=True)",
         "                pass",
         "tests/fully_shard/test_between_passes.py::test_what_is_done_after_an_evaluation_lasts",
     ),

@@ -86,7 +86,17 @@ def optimize_anew(program: Program) -> None:
     program.optimizer = torch.optim.SGD(program.model.parameters(), lr=0.05)
 
 
-ACTS = [clamp, decay_a_module, restore_through_data, scale_through_data, assign_data, freeze, unfreeze, clip, optimize_anew]
+ACTS = [
+    clamp,
+    decay_a_module,
+    restore_through_data,
+    scale_through_data,
+    assign_data,
+    freeze,
+    unfreeze,
+    clip,
+    optimize_anew,
+]
 
 
 def no_grad(program: Program, x: Tensor) -> None:
