@@ -39,6 +39,7 @@ def test_the_command_runs_from_the_tracked_files_alone(tmp_path: Path) -> None:
         for library, figures in found.items():
             assert figures["seconds"] > 0
             assert figures["kernels, s"]["matrix products"] > 0
+            assert ("a step as it is" in figures.get("graph", "")) == setting.graph
             assert (figures["bytes"] > 0) == (setting.ranks > 1 and library != "not sharded"), (name, library)
     assert all(each["peak GiB"] > each["rest GiB"] > 0 for each in parts["predictions"]["found"].values())
     assert "| 7 B, recompute" in (tmp_path / "runs/gpu/page.md").read_text()

@@ -1,1 +1,1 @@
-"""Tests that need an accelerator: streams, device memory, offload, native allocators. Skipped elsewhere."""
+"""Tests of an accelerator: streams, device memory, offload, native allocators. Whole steps run on the CPU elsewhere."""

@@ -414,6 +414,7 @@ def _differences(
 def deviation(tensor: Tensor, reference: Tensor, whole_reference: Tensor | None = None) -> float:
     """The largest difference of two tensors as a fraction of the largest entry of the second, or of the whole of which
     it is a part; NaN if either has one."""
+    tensor = tensor.to(reference.device)
     if torch.equal(tensor, reference):
         return 0.0
     difference = (tensor.double() - reference.double()).abs()

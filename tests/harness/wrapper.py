@@ -24,6 +24,7 @@ OUR_WRAPPER = {name: library for name, library in OURS.items() if name in WRAPPE
 EACH_WRAPPER = pytest.mark.parametrize("library", WRAPPERS)
 ORIGINAL = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 """Whether the modules keep their original parameters: `use_orig_params`."""
+CPU = torch.device("cpu")
 SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
 STRATEGIES = (*SHARDED, "NO_SHARD")
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -37,10 +38,11 @@ def wrap(
     original: bool = True,
     precision: Precision | None = None,
     offload: bool = False,
+    device: torch.device = CPU,
     flags: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Wrap a module on CPU, which torch wants to be told; `flags` are more of mixed precision than `Precision` has."""
+    """Wrap a module on a device, which torch wants to know; `flags` are more of mixed precision than `Precision` has."""
     if precision is not None or flags is not None:
         settings = vars(precision or Precision()).copy()
         del settings["output_dtype"], settings["cast_forward_inputs"]
@@ -50,7 +52,7 @@ def wrap(
         sharding_strategy=fsdp.ShardingStrategy[strategy],
         cpu_offload=fsdp.CPUOffload(offload_params=offload),
         use_orig_params=original,
-        device_id=torch.device("cpu"),
+        device_id=device,
         **options,
     )
 

@@ -68,7 +68,7 @@ class ReferenceWire:
         """A part as it arrives. The last block is filled up with its last number."""
         values = part.float().reshape(-1)
         values = torch.cat([values, values[-1:].expand(-len(values) % of.block)])
-        out = torch.zeros(of.nbytes(len(values)), dtype=torch.uint8)
+        out = values.new_zeros(of.nbytes(len(values)), dtype=torch.uint8)
         of.encode(values, out, values)
         decoded, factor = of.decode(out, len(values))
         return (decoded * factor)[: part.numel()].view(part.shape)
