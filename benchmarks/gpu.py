@@ -49,6 +49,7 @@ SETTINGS = {
     "1 B, one rank": (Setting("1 B", ranks=1, libraries=_ALL), 60),
     "1 B, compiled blocks": (Setting("1 B", compile=True), 80),
     "1 B, 4 batches a step": (Setting("1 B", accumulate=4), 60),
+    "many, in a CUDA graph": (Setting("many", graph=True, libraries=("fullshard", "torch FSDP2")), 60),
     "1 B, offload": (Setting("1 B", offload=True), 60),
     "7 B, 45 GB/s, int8": (Setting("7 B", rate=45e9, wire="int8", libraries=("fullshard",)), 90),
 }
@@ -199,7 +200,13 @@ def tables(parts: dict[str, dict[str, Any]]) -> dict[str, str]:
     ]
     machines = {f"{each['device']}, torch {each['torch']}" for found in steps.values() for each in found.values()}
     notes = {each["network in Python"] for found in steps.values() for each in found.values()} - {""}
-    run = [f"Measured by `make gpu` on: {'; '.join(sorted(machines))}.", *(f"Simulated in Python: {n}." for n in notes)]
+    notes = {f"Simulated in Python: {note}" for note in notes} | {
+        f"{name}, {library}: {each['graph']}"
+        for name, found in steps.items()
+        for library, each in found.items()
+        if each.get("graph", "captured") != "captured"
+    }
+    run = [f"Measured by `make gpu` on: {'; '.join(sorted(machines))}.", *(f"{note}." for note in sorted(notes))]
     run += [f"`tests/gpu`: {parts[_TESTS]['found']['tests']['summary'].strip('= ')}."] if _TESTS in parts else []
     failed = [f"- {name}: {part['status'][:300]}" for name, part in parts.items() if part["status"] != "ok"]
     memory_of = [f"{library}, {kind[:-4]}" for library in (theirs, ours) for kind in kinds]

@@ -87,6 +87,7 @@ class Setting:
     offload: bool = False
     accumulate: int = 1
     wire: Any = ""
+    graph: bool = False
     libraries: tuple[str, ...] = ("torch FSDP2", "fullshard")
 
 
@@ -160,7 +161,7 @@ class Trained:
         self.optimizer: Any = (
             torch.optim.SGD(self.model.parameters(), 1e-4, foreach=True)
             if library is None
-            else torch.optim.AdamW(self.model.parameters(), 1e-4, fused=True)
+            else torch.optim.AdamW(self.model.parameters(), 1e-4, fused=True, capturable=captures(setting, device))
         )
         self.accumulate, self.is_sharded = setting.accumulate, library is not None
         self.tokens = sizes.tokens(device)
@@ -172,6 +173,25 @@ class Trained:
             self.model(self.tokens).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def captures(setting: Setting, device: torch.device) -> bool:
+    """Whether steps are replayed from a CUDA graph: off the card a setting with one runs the steps as they are."""
+    return setting.graph and device.type == "cuda"
+
+
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """What replays a step, after the first steps, all on the stream that captures."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    return graph.replay
 
 
 def timed(step: Callable[[], object], device: torch.device) -> tuple[float, float]:
@@ -244,31 +264,46 @@ def measure(
     trained = Trained(library, setting, sizes, device)
     if device.type != "cpu":
         torch.cuda.empty_cache()  # what the whole model took is not the step's
-    for _ in range(_WARM_UP):
-        trained.step()
-    sent = _sent(network)
+    is_captured, asks = captures(setting, device), _Asked(trained.step, network)
+    step = captured(asks) if is_captured else trained.step
+    for _ in range(0 if is_captured else _WARM_UP):
+        asks()
     if device.type != "cpu":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
     times, until = list[tuple[float, float]](), time.perf_counter() + 10
     while len(times) < steps and (len(times) < 2 or time.perf_counter() < until):
-        times.append(timed(trained.step, device))
+        times.append(timed(step, device))
     seconds, asked = (statistics.median(each) for each in zip(*times, strict=True))
     found: dict[str, Any] = {"seconds": seconds, "host seconds": asked, "steps": len(times)}
     found |= {"operations/s": sizes.operations * setting.accumulate / seconds, "GiB before": before}
-    found |= {f"{name} GiB": value for name, value in memory(device).items()}
-    found |= {name: (now - sent[name]) / len(times) for name, now in _sent(network).items()}
+    if setting.graph:
+        found["graph"] = "captured" if is_captured else f"not captured on {device.type}: a step as it is"
+    if not is_captured:  # the memory of a graph is its own, whether a step uses it or not
+        found |= {f"{name} GiB": value for name, value in memory(device).items()}
+    found |= asks.sent
     try:
-        found |= {"synchronizations": synchronizations(trained.step, device)}
-        found |= profiled(trained.step, device)
+        found |= {"synchronizations": synchronizations(step, device)}
+        found |= profiled(step, device)
     except Exception as error:  # the figures above are right without
         found["profiler failed"] = str(error)[:2000]
     return found
 
 
-def _sent(network: Network | None) -> dict[str, float]:
-    totals = [] if network is None else network.totals().values()
-    return {name: sum(getattr(each, name) for each in totals) for name in ("count", "bytes")}
+class _Asked:
+    """A step that keeps what it asked of the network. A graph that replays it asks for nothing again."""
+
+    def __init__(self, step: Callable[[], object], network: Network | None) -> None:
+        self._step, self._network, self.sent = step, network, dict[str, float]()
+
+    def __call__(self) -> None:
+        before = self._total()
+        self._step()
+        self.sent = {name: now - before[name] for name, now in self._total().items()}
+
+    def _total(self) -> dict[str, float]:
+        totals = [] if self._network is None else self._network.totals().values()
+        return {name: sum(getattr(each, name) for each in totals) for name in ("count", "bytes")}
 
 
 def compare(setting: Setting, device: torch.device, steps: int, is_tiny: bool) -> Iterator[tuple[str, dict[str, Any]]]:
