@@ -54,9 +54,9 @@ SETTINGS = {
     "7 B, 45 GB/s, int8": (Setting("7 B", rate=45e9, wire="int8", libraries=("fullshard",)), 90),
 }
 #: Predictions take no GPU, and are compared with these settings.
-PREDICTED = ("7 B", "7 B, recompute", "1 B", "many")
+PREDICTED = ("7 B", "7 B, recompute", "1 B", "many", "1 B, one rank", "1 B, offload")
 LIMITS = {
-    _TESTS: 120,
+    _TESTS: 170,  # 70 cases, most with both libraries
     _NETWORK: 120,  # compiled once
     **{name: limit for name, (_, limit) in SETTINGS.items()},
     _PREDICTIONS: 60,
@@ -143,6 +143,13 @@ class Run:
 
 def measure_part(name: str, is_tiny: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """What a part finds: a library or a prediction, and its figures."""
+    if name == _PREDICTIONS:
+        for each in PREDICTED:
+            try:
+                yield each, predict(SETTINGS[each][0], is_tiny, "cpu" if is_tiny else "cuda")
+            except Exception as error:  # as in compare()
+                yield each, {"error": f"{type(error).__name__}: {error}"[:2000]}
+        return
     device = torch.device("cpu")
     if not is_tiny:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -150,14 +157,7 @@ def measure_part(name: str, is_tiny: bool) -> Iterator[tuple[str, dict[str, Any]
     if name == _NETWORK:
         yield name, {"network in Python": connect(0, 8, 0.0, 300e9).why}
         return
-    if name != _PREDICTIONS:
-        yield from compare(SETTINGS[name][0], device, 2 if is_tiny else 12, is_tiny)
-        return
-    for each in PREDICTED:
-        try:
-            yield each, predict(SETTINGS[each][0], is_tiny, device.type)
-        except Exception as error:  # as in compare()
-            yield each, {"error": f"{type(error).__name__}: {error}"[:2000]}
+    yield from compare(SETTINGS[name][0], device, 2 if is_tiny else 12, is_tiny)
 
 
 def tables(parts: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -238,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             print("\n\n".join(parts.values()))
         return 0
-    if not options.tiny and not torch.cuda.is_available():
+    if not (options.tiny or options.part == _PREDICTIONS or torch.cuda.is_available()):
         print("benchmarks.gpu needs a GPU that torch.cuda sees, and there is none: nothing was measured")
         return 0
     if options.part:

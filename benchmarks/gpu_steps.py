@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -330,8 +329,7 @@ def compare(setting: Setting, device: torch.device, steps: int, is_tiny: bool) -
 def predict(setting: Setting, is_tiny: bool, device_type: str) -> dict[str, float]:
     """The GiB that ``fullshard.explain`` predicts between steps and at the peak, without a device."""
     sizes = TINY if is_tiny else MODELS[setting.model]
-    options: dict[str, Any] = {"device": device_type} if "device" in signature(fullshard.explain).parameters else {}
     build = partial(shard, fullshard, setting, sizes)
-    found = fullshard.explain(build, ranks=setting.ranks, batch=sizes.tokens(torch.device("cpu")), **options)
+    found = fullshard.explain(build, ranks=setting.ranks, batch=sizes.tokens(torch.device("cpu")), device=device_type)
     phases = {phase.name: phase.on_device / 2**30 for phase in found.memory}
     return {"rest GiB": phases["between steps"], "peak GiB": max(phases.values())}

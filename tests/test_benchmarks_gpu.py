@@ -16,6 +16,8 @@ import torch
 from benchmarks import gpu
 from benchmarks.gpu_steps import LIBRARIES, MODELS, TINY
 
+import fullshard
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,6 +101,22 @@ def test_tables_have_what_was_found_and_what_failed(tmp_path: Path) -> None:
     assert "8.0 before `a kernel`" in text
     assert "tests: ended with 1" in text
     assert "has not run yet" not in text
+
+
+@pytest.mark.parametrize(("is_tiny", "device"), [(False, "cuda"), (True, "cpu")])
+def test_predictions_are_for_the_device_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, is_tiny: bool, device: str
+) -> None:
+    asked = list[str]()
+
+    def explain(build: Any, *, device: str, **_: Any) -> None:
+        asked.append(device)
+        raise ValueError("asked")
+
+    monkeypatch.setattr(fullshard, "explain", explain, raising=False)
+    found = dict(gpu.measure_part("predictions", is_tiny))
+    assert [(name, each["error"]) for name, each in found.items()] == [(n, "ValueError: asked") for n in gpu.PREDICTED]
+    assert asked == [device] * len(gpu.PREDICTED)
 
 
 def test_operations_are_six_for_each_parameter_and_token_and_those_of_attention() -> None:

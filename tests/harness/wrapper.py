@@ -42,7 +42,7 @@ def wrap(
     flags: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Wrap a module on a device, which torch wants to know; `flags` are more of mixed precision than `Precision` has."""
+    """Wrap a module on a device that torch wants to be told; `flags` are more of mixed precision."""
     if precision is not None or flags is not None:
         settings = vars(precision or Precision()).copy()
         del settings["output_dtype"], settings["cast_forward_inputs"]
