@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,7 +57,7 @@ SETTINGS = {
 #: Predictions take no GPU, and are compared with these settings.
 PREDICTED = ("7 B", "7 B, recompute", "1 B", "many", "1 B, one rank", "1 B, offload")
 LIMITS = {
-    _TESTS: 170,  # 70 cases, most with both libraries
+    _TESTS: 170,  # most with both libraries
     _NETWORK: 120,  # compiled once
     **{name: limit for name, (_, limit) in SETTINGS.items()},
     _PREDICTIONS: 60,
@@ -84,17 +85,8 @@ class Run:
         lines.write_text("")
         command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--output", str(lines)]
         if name == _TESTS:
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                "--all",
-                "tests/gpu",
-                "tests/test_fused.py",
-            ]
+            options = ["-v", "-p", "no:cacheprovider", "--all", "tests/gpu", "tests/test_fused.py"]
+            command = [sys.executable, "-m", "pytest", *options]
         with log.open("wb") as output:
             child = subprocess.Popen(
                 [*command, *(["--tiny"] if self.is_tiny else [])], stdout=output, stderr=output, start_new_session=True
@@ -121,7 +113,8 @@ class Run:
         if code is None:
             part["status"] = f"stopped after {limit:.0f} s"
         if name == _TESTS:
-            part["found"] = {"tests": {"summary": said.strip().rpartition("\n")[2]}}
+            cases = dict(re.findall(r"^(tests/.+) (PASSED|SKIPPED|FAILED|ERROR)", said, re.MULTILINE))
+            part["found"] = {"tests": {"summary": said.strip().rpartition("\n")[2], "cases": cases}}
         part |= {"seconds": round(time.monotonic() - begun, 1)} | (
             {} if part["status"] == "ok" else {"log": said[-6000:]}
         )

@@ -47,14 +47,16 @@ def test_the_command_runs_from_the_tracked_files_alone(tmp_path: Path) -> None:
     assert "| 7 B, recompute" in (tmp_path / "runs/gpu/page.md").read_text()
 
 
-def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, limit: float) -> dict[str, Any]:
+def run_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, limit: float, name: str = "1 B"
+) -> dict[str, Any]:
     """What a run keeps of a part whose process is this program."""
     (tmp_path / "child").write_text(f"#!/bin/sh\n{program}\n")
     (tmp_path / "child").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "child"))
-    monkeypatch.setitem(gpu.LIMITS, "1 B", limit)
-    gpu.Run(tmp_path, is_tiny=True).run("1 B")
-    found: dict[str, Any] = json.loads((tmp_path / "results.json").read_text())["1 B"]
+    monkeypatch.setitem(gpu.LIMITS, name, limit)
+    gpu.Run(tmp_path, is_tiny=True).run(name)
+    found: dict[str, Any] = json.loads((tmp_path / "results.json").read_text())[name]
     return found
 
 
@@ -74,6 +76,15 @@ def test_a_part_that_fails_says_how(
     assert part["status"] == status
     assert part["found"]["torch FSDP2"] == {"seconds": 1.0}
     assert ("lost" in part["log"]) == ("lost" in program)
+
+
+def test_each_case_of_the_tests_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "tests/gpu/a.py::b[no reshard-W2] PASSED [ 50%]\ntests/gpu/a.py::c FAILED [100%]\n1 failed, 1 passed in 2 s"
+    (tmp_path / "said").write_text(said)
+    part = run_of(tmp_path, monkeypatch, f"cat {tmp_path}/said; exit 1", 60, "tests")
+    cases = {"tests/gpu/a.py::b[no reshard-W2]": "PASSED", "tests/gpu/a.py::c": "FAILED"}
+    assert part["found"] == {"tests": {"summary": "1 failed, 1 passed in 2 s", "cases": cases}}
+    assert part["status"] == "ended with 1"
 
 
 def test_tables_have_what_was_found_and_what_failed(tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ ON_CARD = DEVICE != CPU
 EXACT, BF16, FP16 = 1e-5, 4e-2, 5e-3
 WIDTHS = (24, 384, 384, 40, 8)  # two weights travel where they are, others together
 LAST = 2
-on_two = partial(ranks, 2, timeout=150)
 
 
 def there(batch: Callable[[int], tuple[Tensor, ...]]) -> Callable[[int], tuple[Tensor, ...]]:
@@ -168,7 +167,7 @@ def tolerance(on_card: float) -> Any:
     return mock.patch.object(compare, "TOLERANCE", on_card if ON_CARD else compare.TOLERANCE)
 
 
-@on_two()
+@ranks(2)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_training_is_that_of_one_process(world: World, name: str) -> None:
     build, on_card, with_torch = SETTINGS[name]
@@ -176,7 +175,7 @@ def test_training_is_that_of_one_process(world: World, name: str) -> None:
         compare.compare(world, build(), with_torch=with_torch)
 
 
-@on_two()
+@ranks(2)
 @pytest.mark.parametrize(("name", "on_card"), [("bf16", 2e-2), ("fp8", 0.2), ("int8", 5e-2)])
 def test_messages_are_encoded_as_in_one_process(world: World, name: str, on_card: float) -> None:
     policy = test_wires.POLICIES[name]
@@ -186,7 +185,7 @@ def test_messages_are_encoded_as_in_one_process(world: World, name: str, on_card
         assert_equal_steps(found, test_wires.train_with_wires(training, world.rank, world.size, policy), name)
 
 
-@on_two()
+@ranks(2)
 @pytest.mark.parametrize("wait", [True, False], ids=["saved at once", "in the background"])
 @pytest.mark.parametrize("original", [None, False], ids=["fully_shard", "wrapper"])
 def test_training_goes_on_from_a_checkpoint(world: World, original: bool | None, wait: bool, tmp_path: Path) -> None:
@@ -216,7 +215,7 @@ def test_training_goes_on_from_a_checkpoint(world: World, original: bool | None,
     assert train(*two, range(2, 5)) == pytest.approx(losses, rel=EXACT if ON_CARD else 0)
 
 
-@on_two()
+@ranks(2)
 def test_an_average_of_models_is_that_of_one_process(world: World) -> None:
     training = mlp()
     sharded, plain = training.build(), training.build()
@@ -245,7 +244,7 @@ CASES = {
 }
 
 
-@on_two()
+@ranks(2)
 @pytest.mark.parametrize("name", CASES)
 def test_replicas_that_meet_every_few_steps(world: World, name: str) -> None:
     case = test_local_steps.Case(inner=test_local_steps.plain_sgd, **CASES[name])
@@ -262,7 +261,7 @@ def test_replicas_that_meet_every_few_steps(world: World, name: str) -> None:
             torch.testing.assert_close(param.to_local().cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
-@on_two()
+@ranks(2)
 def test_parameters_on_a_disk_train_as_in_memory(world: World, tmp_path: Path) -> None:
     losses = []
     for policy in (fullshard.OffloadPolicy(), fullshard.DiskOffloadPolicy(tmp_path)):
@@ -280,7 +279,7 @@ def test_parameters_on_a_disk_train_as_in_memory(world: World, tmp_path: Path) -
     assert losses[3] < losses[0]
 
 
-@on_two()
+@ranks(2)
 def test_a_value_that_is_not_finite_is_named(world: World) -> None:
     chain, batch = test_finite.model(), test_finite.inputs().to(DEVICE)
     chain(batch).sum().backward()
