@@ -52,7 +52,7 @@ def test_bits_of_parameters_depend_on_no_timing_and_are_those_of_torch() -> None
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     command = [sys.executable, "-c", f"from {__name__} import train; train({device_type!r})"]
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[")]
     assert len(found) == len(TIMINGS) + 1
