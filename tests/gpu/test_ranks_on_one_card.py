@@ -6,6 +6,8 @@ Only local shards are compared: a DTensor that becomes whole over gloo ends the 
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,7 @@ from fullshard import checkpoint
 from fullshard.optim import LocalSteps, ShardedGradScaler
 from tests import test_finite
 from tests.fully_shard.cases import shard_mlp
-from tests.harness import World, compare, ranks
+from tests.harness import RankPool, World, compare, ranks
 from tests.harness.compare import Precision, Training, adamw, assert_equal_steps, each_block, sgd, train_sharded
 from tests.harness.models import MLP, Transformer, random_batch, seeded, token_batch
 from tests.harness.wrapper import no_sync_before, wrap_blocks
@@ -285,3 +287,32 @@ def test_a_value_that_is_not_finite_is_named(world: World) -> None:
     chain(batch).sum().backward()
     with fullshard.detect_nan(chain), pytest.raises(fullshard.NanError, match=rf"rank {world.rank}.*'layers\.1'.*inf"):
         chain(batch, spoil_output=True)
+
+
+@ranks(2)
+def test_the_doctor_looks_at_ranks_of_one_card(world: World) -> None:
+    model = mlp().build()
+    before = {each.name: each.result for each in fullshard.doctor(model).checks}
+    each_block()(fullshard, model)
+    after = {each.name: each.result for each in fullshard.doctor(model).checks}
+    assert (before["initial values"], before["finite values"], after["finite values"]) == ("ok", "ok", "ok")
+
+
+def ends_in_backward(world: World) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = "collective"
+    training = mlp()
+    model = training.build()
+    training.shard(fullshard, model)
+    for step in range(3):
+        loss = training.loss(model, training.micro(step, world.rank, world.size, 0))
+        if step == 2 and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+
+
+def test_who_loses_a_rank_says_where() -> None:
+    with RankPool(2) as pool:
+        survivor, killed = pool.run(ends_in_backward, 2)
+    assert killed.kind == "died"
+    assert survivor.kind == "raised"
+    assert "PeerFailureError: rank 0 lost its connection to another rank in " in survivor.summary
