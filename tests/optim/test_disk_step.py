@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard import DiskError, DiskOffloadPolicy, OffloadPolicy, checkpoint, fully_shard
 from fullshard.disk.file import DiskFile, Staging
@@ -289,3 +289,18 @@ def test_nothing_that_was_read_ahead_outlives_the_model(world: World) -> None:
         del model, optimizer, optimizers
         gc.collect()
         assert [live() for live in lives] == [None] * len(lives)
+
+
+@ranks(2)
+def test_a_gradient_that_lies_otherwise_than_its_parameter(world: World, tmp_path: Path) -> None:
+    """As one that users assign, or that was added to zeros of theirs."""
+    torch.manual_seed(0)
+    layer = nn.Linear(512, 256, bias=False)
+    layer.weight = nn.Parameter(torch.randn(512, 256).t())
+    before = layer.weight.detach().clone()
+    model: Any = fully_shard(nn.Sequential(layer), offload_policy=DiskOffloadPolicy(tmp_path))
+    (param,) = model.parameters()
+    grad = torch.randn(before.shape)
+    param.grad = distribute_tensor(grad, param.device_mesh, param.placements)
+    torch.optim.SGD([param], lr=0.5).step()
+    assert torch.equal(values(model, torch.optim.SGD([param]))[0], (before - 0.5 * grad).chunk(2)[world.rank])

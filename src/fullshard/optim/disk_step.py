@@ -271,10 +271,21 @@ def _pieces(params: Mapping[torch.Tensor, int], with_grad: bool) -> list[_Piece]
     for param, at in params.items():
         if isinstance(param, DTensor) and (param.grad is not None or not with_grad):
             known, disk = _place_of(param)
+            _lay_gradient(param, known)
             numel, most = known.local.numel(), BLOCK // known.dtype.itemsize
             starts = range(0, max(numel, 1), most)
             pieces += [_Piece(param, known, disk, at, start, min(start + most, numel)) for start in starts]
     return pieces
+
+
+def _lay_gradient(param: DTensor, known: ShardedParameter) -> None:
+    """Let a gradient in memory lie as its parameter does: pieces are what lies together."""
+    grad = param.grad
+    local = None if grad is None else local_tensor(grad)
+    if local is None or isinstance(local, DiskTensor) or local.stride() == known.local.stride():
+        return
+    laid = torch.empty_strided(known.local.shape, known.local.stride(), dtype=local.dtype, device=local.device)
+    param.grad = make_dtensor(laid.copy_(local), spec_of(grad))
 
 
 def _buckets(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
