@@ -280,7 +280,7 @@ def _pieces(params: Mapping[torch.Tensor, int], with_grad: bool) -> list[_Piece]
 
 def _lay_gradient(param: DTensor, known: ShardedParameter) -> None:
     """Let a gradient in memory lie as its parameter does: pieces are what lies together."""
-    grad = param.grad
+    grad: Any = param.grad
     local = None if grad is None else local_tensor(grad)
     if local is None or isinstance(local, DiskTensor) or local.stride() == known.local.stride():
         return
