@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -451,8 +452,23 @@ def test_what_it_cannot_work_with_is_refused_by_name(world: World) -> None:
     refuses("lacks 8 trainable parameters, such as 'blocks.0", sharded=model, optimizer=adamw([model.scale]))
     refuses("also trains 'a parameter of another model'", optimizer=adamw([nn.Parameter(torch.ones(3))]))
     model(inputs()).sum().backward()
-    LocalSteps(model, adamw(model.parameters()), every=EVERY)
+    local_steps = LocalSteps(model, adamw(model.parameters()), every=EVERY)
     refuses("takes local steps already", sharded=model)
+    assert local_steps.steps == 0
+
+
+@ranks(2)
+def test_garbage_of_one_rank_does_not_refuse_another_local_steps(world: World) -> None:
+    model = shard_mlp(mesh=mesh_of(world))
+    model(inputs()).sum().backward()
+    gc.disable()
+    try:
+        LocalSteps(model, adamw(model.parameters()), every=EVERY)
+        if world.rank == 1:
+            gc.collect()
+        LocalSteps(model, adamw(model.parameters()), every=EVERY)
+    finally:
+        gc.enable()
 
 
 @ranks(2)

@@ -13,6 +13,7 @@ and what makes groups forget other replicas. :mod:`fullshard.optim.meeting` owns
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -301,7 +302,7 @@ def _replicas_of(groups: Sequence[ParamGroup]) -> dist.ProcessGroup:
         data, over = group.data, group.data.apart_group or group.data.replicate_group
         if group.is_flat:
             problem = "is wrapped by FullyShardedDataParallel: shard it with fully_shard"
-        elif _local_steps_of(group) is not None:
+        elif _still_takes_local_steps(group):
             problem = "takes local steps already: make LocalSteps once for a model"
         elif data.shard_group is None:
             problem = "is not sharded (zero_stage=0): use a 2-D mesh (replicate, shard) and zero_stage=1 or more"
@@ -375,6 +376,15 @@ def _set_apart(groups: Sequence[ParamGroup], over: dist.ProcessGroup) -> None:
 def _local_steps_of(group: GroupContext) -> LocalSteps | None:
     counting = _counting.get(group)
     return counting() if counting is not None else None
+
+
+def _still_takes_local_steps(group: GroupContext) -> bool:
+    """Whether a LocalSteps of the group is in use. One that nobody uses may be garbage that waits for a collection on
+    some ranks only, and is collected here: all ranks must find the same."""
+    if _local_steps_of(group) is None:
+        return False
+    gc.collect()
+    return _local_steps_of(group) is not None
 
 
 def replica_of(model: nn.Module) -> tuple[int, int] | None:
