@@ -1,14 +1,9 @@
-"""What pytest needs to run marked tests on ranks: the mark's meaning, and one pool of ranks for the whole session.
-
-The mark is written `@ranks(...)`; see `tests.harness` for what a test may expect of it. The pool starts with the
-first test that needs it, so a run without such tests costs nothing.
-"""
+"""What the tests add to pytest and to the plugin for ranks: lanes, transports, and who runs which file."""
 
 from __future__ import annotations
 
 import gc
 import importlib
-import inspect
 import os
 import re
 from collections.abc import Iterator
@@ -22,10 +17,12 @@ import torch
 pytest.register_assert_rewrite("tests.harness")
 
 # Only a first import is rewritten, so this one has to follow.
-from tests.harness import RankPool, failure_report  # noqa: E402
+from fullshard.testing.plugin import world_size  # noqa: E402
+from tests.harness import SIMULATED  # noqa: E402
 from tests.harness.compare import WITH_TORCH  # noqa: E402
 from tests.harness.lanes import covering  # noqa: E402
-from tests.harness.rank import SIMULATED, run_test  # noqa: E402
+
+pytest_plugins = ["fullshard_pytest"]
 
 #: A store of torch looks up the names of its clients, once for each connection. Where the name server loses a request,
 #: each costs 5 s.
@@ -33,7 +30,6 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 #: Tests of Triton's kernels, which need it, and a GPU or its interpreter (`make frameworks`, `make gpu`).
 _RUNS_KERNELS = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore = [] if _RUNS_KERNELS and find_spec("triton") else ["test_fused.py"]
-_RANKS = 4
 #: Folders of tests of which the quick lane takes every case: what they prove, others build on.
 _WHOLE = ("buffer", "comm")
 #: Tests of which it takes so many cases that each value is met.
@@ -51,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marks, and let ranks know the lane."""
-    config.addinivalue_line("markers", "ranks(*sizes, timeout=60): run the test's body on ranks; see tests.harness")
+    config.addinivalue_line("markers", "transport(name): how buffers move on the ranks of the test; see tests.harness")
     config.addinivalue_line(
         "markers", "everywhere: in the quick lane too with all cases, world sizes and real transports"
     )
@@ -61,15 +57,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let tests of a file follow each other by the number of their ranks: process groups are kept for the next one.
+    """Choose what the lane runs.
 
     Mark as slow, so that the long lane alone has it, what runs torch's own library alone (it proves the tests, and not
     ours), and of each test the cases whose values meet in other cases of it. Without ``--all`` and ``-m`` deselect what
     is slow, except tests that the command names: each of these runs, all of its cases if all are slow.
     """
-    files = {item.path: number for number, item in reversed(list(enumerate(items)))}
-    items.sort(key=lambda item: (files[item.path], _ranks_of(item)))
-    chosen = set(map(id, _cases([item for item in items if not (_is_slow(item) or _runs_torch(item))])))
+    extra = (_is_slow, _runs_torch, _is_extra_size)
+    chosen = set(map(id, _cases([item for item in items if not any(is_extra(item) for is_extra in extra)])))
     for item in items:
         if id(item) not in chosen and not _is_slow(item):
             item.add_marker(pytest.mark.slow)
@@ -99,10 +94,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _ranks_of(item: pytest.Item) -> int:
-    """How many ranks a test runs on; 0 for one without."""
-    world = item.callspec.params.get("world") if hasattr(item, "callspec") else None
-    return world[0] if isinstance(world, tuple) else 0
+def _is_extra_size(item: pytest.Item) -> bool:
+    """Whether a case has a number of ranks that the long lane alone has."""
+    if not (size := world_size(item)) or item.get_closest_marker("everywhere"):
+        return False
+    mark = item.get_closest_marker("ranks")
+    assert mark is not None
+    quick = (2, 3) if item.nodeid.startswith(("tests/parity/", "tests/comm/")) else (2,)
+    return size not in ([each for each in mark.args if each in quick] or mark.args[:1])
 
 
 def _cases(items: list[pytest.Item]) -> Iterator[pytest.Item]:
@@ -119,7 +118,7 @@ def _cases(items: list[pytest.Item]) -> Iterator[pytest.Item]:
             yield from cases
         else:
             values = [{name: id(value) for name, value in case.callspec.params.items()} for case in cases]
-            together = 1 if _ranks_of(cases[0]) > 3 or _EACH_VALUE.search(cases[0].nodeid) else 2
+            together = 1 if world_size(cases[0]) > 3 or _EACH_VALUE.search(cases[0].nodeid) else 2
             yield from (cases[number] for number in covering(values, together))
 
 
@@ -140,69 +139,42 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Files(config, log) if config.getoption("dist") == "loadfile" else None
 
 
-@pytest.fixture(scope="session")
-def rank_pool(pytestconfig: pytest.Config) -> Iterator[RankPool]:
-    """The session's ranks; asked for by name only by tests that want to look at the outcomes of ranks that fail.
-
-    They end as processes end, and before the test run does, so that their coverage is saved and counted.
-    """
-    where = ["--rootdir", str(pytestconfig.rootpath), "--import-mode", pytestconfig.getoption("importmode")]
-    if pytestconfig.inipath is not None:
-        where += ["-c", str(pytestconfig.inipath)]
-    with RankPool(_RANKS, where) as pool:
-        yield pool
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test for each world size of the mark, and of those in tests/parity one for each transport.
-
-    A transport that the mark names, or the environment, is the only one. Those that the long lane alone has are marked
-    as slow: in the quick lane only tests/simulated runs on simulated accelerators.
-    """
-    mark = metafunc.definition.get_closest_marker("ranks")
-    if mark is None:
+@pytest.fixture(autouse=True)
+def case_transport(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Lets a test's ranks use the transport that its mark or its case names."""
+    mark = request.node.get_closest_marker("transport")
+    chosen = getattr(request, "param", None) or (mark.args[0] if mark is not None else None)
+    if chosen in SIMULATED:
+        os.environ["FULLSHARD_TRANSPORT"] = "collective"
+        os.environ.pop(WITH_TORCH, None)
+        with importlib.import_module("tests.simulated").simulated(chosen):
+            yield
         return
-    transports = [mark.kwargs["transport"]]
-    in_parity = metafunc.module.__name__.startswith("tests.parity.") and "FULLSHARD_TRANSPORT" not in os.environ
-    if in_parity and transports == [None]:
-        transports = ["shm", "p2p", "collective", *SIMULATED]
-    named = len(transports) > 1
-    worlds = [(size, transport) for size in mark.args for transport in transports]
-    if named:
-        worlds = [world for world in worlds if world != (1, "shm")]
-    if metafunc.definition.get_closest_marker("everywhere"):
-        quick = [world for world in worlds if world[1] not in SIMULATED]
-    else:
-        sizes = (2, 3) if metafunc.module.__name__.startswith(("tests.parity.", "tests.comm.")) else (2,)
-        quick = [world for world in worlds if world[0] in sizes and world[1] == transports[0]] or worlds[:1]
-    metafunc.parametrize(
-        "world",
-        [
-            pytest.param(
-                world,
-                id=f"W{world[0]}-{world[1]}" if named else f"W{world[0]}",
-                marks=() if world in quick else pytest.mark.slow,
-            )
-            for world in worlds
-        ],
-    )
+    if chosen is not None:
+        os.environ["FULLSHARD_TRANSPORT"] = chosen
+    yield
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run the body of a marked test on the ranks instead of here."""
-    mark = pyfuncitem.get_closest_marker("ranks")
-    if mark is None:
-        return None
-    pool = pyfuncitem.funcargs["rank_pool"]
-    assert isinstance(pool, RankPool)
-    names = inspect.signature(pyfuncitem.obj).parameters
-    arguments: dict[str, Any] = {name: value for name, value in pyfuncitem.funcargs.items() if name in names}
-    size, transport = arguments.pop("world")
-    how = {"timeout": mark.kwargs["timeout"], "fresh": mark.kwargs["fresh"]}
-    outcomes = pool.run(run_test, size, pyfuncitem.obj, arguments, transport, **how)
-    if any(outcome.kind not in ("returned", "skipped") for outcome in outcomes):
-        pytest.fail(failure_report(outcomes), pytrace=False)
-    if skipped := [outcome.summary for outcome in outcomes if outcome.kind == "skipped"]:
-        pytest.skip(skipped[0])
-    return True
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make of tests in tests/parity one for each transport, if neither a mark nor the environment names one.
+
+    Those that the long lane alone has are marked as slow: in the quick lane only tests/simulated runs on simulated
+    accelerators.
+    """
+    definition = metafunc.definition
+    if (mark := definition.get_closest_marker("ranks")) is None:
+        return
+    in_parity = metafunc.module.__name__.startswith("tests.parity.")
+    if not in_parity or "FULLSHARD_TRANSPORT" in os.environ or definition.get_closest_marker("transport"):
+        return
+    is_quick = definition.get_closest_marker("everywhere") is not None
+    metafunc.parametrize(
+        "case_transport",
+        [
+            pytest.param(name, marks=() if name == "shm" or (is_quick and name not in SIMULATED) else pytest.mark.slow)
+            for name in ("shm", "p2p", "collective", *SIMULATED)
+            if mark.args != (1,) or name != "shm"
+        ],
+        indirect=True,
+    )

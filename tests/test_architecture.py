@@ -57,7 +57,7 @@ LAYERS = (
         "wrapper",
     ),
     ("compat", "interop"),
-    ("checkpoint", "report"),
+    ("checkpoint", "report", "testing"),
     ("rehearsal",),
     ("cli", "__main__"),
 )
@@ -68,7 +68,18 @@ DEPENDENCIES = {
     "disk": ("xxhash",),
     "checkpoint": ("xxhash", "safetensors", "tqdm", "upath", "fsspec"),
     "report": ("jinja2", "matplotlib", "plotly", "tabulate"),
+    "testing": ("pytest", "fullshard_pytest"),
 }
+
+#: Files that use private names of torch, or of pytest.
+USE_PRIVATE = (
+    "torch_private",
+    "torch_rules",
+    "interop",
+    "compat.names",
+    "compat.memory_tracker",
+    "testing.pytest_private",
+)
 
 #: Where `nn.Module` keeps what is registered with it: parameters are shown by an update of these in place.
 REGISTERED = {"_parameters", "_buffers", "_modules"}
@@ -179,7 +190,14 @@ def test_nothing_comes_from_the_sharding_that_torch_ships(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_private_names_of_torch_are_used_in_one_file(file: Path) -> None:
-    if name_of(file) in ("torch_private", "torch_rules", "interop", "compat.names", "compat.memory_tracker"):
+    if name_of(file) in (
+        "torch_private",
+        "torch_rules",
+        "interop",
+        "compat.names",
+        "compat.memory_tracker",
+        "testing.pytest_private",
+    ):
         return
     for imported in imports(file):
         if imported.startswith("torch."):

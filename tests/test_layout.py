@@ -17,6 +17,8 @@ WITHOUT = {
     "__main__.py": "it calls the function that tests/test_cli.py tests",
     "checkpoint/__init__.py": "it re-exports",
     "optim/__init__.py": "it re-exports",
+    "testing/__init__.py": "it re-exports",
+    "testing/pytest_private.py": "tests/testing/test_plugin.py uses all of it",
 }
 
 #: Modules that their tests use through what users see, and what that is.
@@ -27,6 +29,7 @@ THROUGH = {
     "group/extension.py": "def fsdp_pre_all_gather",
     "interop.py": "set_state_dict(",
     "misuse.py": "was called outside the forward",
+    "testing/plugin.py": '"-p", "fullshard_pytest"',
     "schedule/schedule.py": "Recorder(",
     "updates.py": "an optimizer has stepped on",
 }

@@ -152,8 +152,13 @@ def group_of(ranks: Iterable[int]) -> dist.ProcessGroup | None:
 @lru_cache(maxsize=64)
 def _made_group(ranks: tuple[int, ...], made_in: object) -> dist.ProcessGroup:
     """A new process group. It is valid until ``made_in``, the default process group, is destroyed."""
+    return new_group(ranks)
+
+
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A new process group of the library's own, which only ``ranks`` must make."""
     with waiting("a process group to be made", None):
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        return dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fullshard")
 
 
 def smaller_mesh(data: DataMesh, size: int) -> DataMesh:

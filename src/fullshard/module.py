@@ -19,9 +19,9 @@ import torch.nn as nn
 
 from fullshard.comm.backend_memory import process_group_memory, symmetric_memory
 from fullshard.comm.collective import CollectiveTransport
-from fullshard.comm.waits import waiting
 from fullshard.device import mark_now
 from fullshard.group.param_group import ParamGroup
+from fullshard.meshes import new_group
 from fullshard.policies import AllGather, ReduceScatter, expect, warn
 from fullshard.schedule.checks import buffers_on_meta
 from fullshard.schedule.handles import GradientReductionHandle, UnshardHandle
@@ -336,8 +336,7 @@ class FSDPModule:
             elif group.reduce_process_group is shard_group:
                 ranks = tuple(dist.get_process_group_ranks(shard_group))
                 if ranks not in made:
-                    with waiting("a process group to be made", shard_group):
-                        made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                    made[ranks] = new_group(ranks)
                 group.reduce_over(made[ranks])
 
     def free_buffers(self) -> int:

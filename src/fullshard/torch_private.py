@@ -425,9 +425,7 @@ compiler_callback: Callable[[], object] = get_eval_frame_callback
 @contextmanager
 def simulated_world(size: int, rank: int) -> Iterator[None]:
     """A context in which this process is one rank of a simulated world of ``size`` ranks. Collectives move nothing. At
-    the end, torch's caches of meshes are cleared: a real mesh equals a simulated one with the same ranks, and would get
-    its process groups."""
-    import torch.distributed.tensor.debug as debug
+    the end, torch's caches of meshes are cleared."""
     import torch.testing._internal.distributed.fake_pg  # makes the backend known  # noqa: F401
 
     store = dist.HashStore()  # type: ignore[attr-defined]
@@ -435,12 +433,41 @@ def simulated_world(size: int, rank: int) -> Iterator[None]:
     try:
         yield
     finally:
-        modules = [module for name, module in sys.modules.items() if name.startswith("torch.distributed.tensor")]
-        for value in [value for module in modules for value in vars(module).values()]:
-            if isinstance(value, functools._lru_cache_wrapper):
-                value.cache_clear()
-        debug._clear_sharding_prop_cache()
+        forget_meshes()
         dist.destroy_process_group()
+
+
+def forget_meshes() -> None:
+    """Clear DTensor's caches, whose keys are meshes: one with the same ranks as an old mesh would get its groups."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("torch.distributed.tensor")]
+    for value in [value for module in modules for value in vars(module).values()]:
+        if isinstance(value, functools._lru_cache_wrapper):
+            value.cache_clear()
+    if modules:
+        import torch.distributed.tensor.debug as debug
+
+        debug._clear_sharding_prop_cache()
+
+
+#: What ``DTensor`` calls to communicate.
+FUNCTIONAL_COLLECTIVES: Any = torch.ops._c10d_functional
+
+
+def written_by(operator: Any) -> list[int]:
+    """The positions of the arguments that an operator writes."""
+    arguments = operator._schema.arguments
+    return [at for at, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]
+
+
+def process_groups() -> list[Any]:
+    """The process groups of this process."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def collectives_seen(group: Any) -> int:
+    """How many collectives a process group has begun."""
+    seen: int = group._get_sequence_number_for_group()
+    return seen
 
 
 def checkpointed(module: torch.nn.Module) -> torch.nn.Module:

@@ -45,7 +45,7 @@ def execute(world: World, program: str) -> None:
 
 def run_alone(program: str) -> None:
     """Run a program in a new process that has imported torch, on a world of one rank."""
-    with RankPool(1) as pool:
+    with RankPool() as pool:
         outcomes = pool.run(execute, 1, textwrap.dedent(program))
     assert outcomes[0].kind == "returned", failure_report(outcomes)
 

@@ -36,7 +36,7 @@ def main() -> int:
         return _run_only(only, options)
     began = time.monotonic()
     results: list[Result] = []
-    with RankPool(4) as pool:
+    with RankPool() as pool:
         fuzzer = Fuzzer(pool, options.plant)
         for first in range(0, options.programs, _AT_ONCE):
             seeds = range(first, min(first + _AT_ONCE, options.programs))
@@ -56,7 +56,7 @@ def _run_only(program: Program, options: argparse.Namespace) -> int:
     print(program.text(), flush=True)
     if options.show:
         return 0
-    with RankPool(4) as pool:
+    with RankPool() as pool:
         fuzzer = Fuzzer(pool, options.plant)
         result = fuzzer.run(program)
         _tell(result, 10_000)

@@ -311,7 +311,7 @@ def ends_in_backward(world: World) -> None:
 
 
 def test_who_loses_a_rank_says_where() -> None:
-    with RankPool(2) as pool:
+    with RankPool() as pool:
         survivor, killed = pool.run(ends_in_backward, 2)
     assert killed.kind == "died"
     assert survivor.kind == "raised"

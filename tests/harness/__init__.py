@@ -1,11 +1,6 @@
-"""Helpers of the tests: ranks to run on, small models, and the comparison with unsharded training.
+"""Helpers of the tests: the mark of tests that run on ranks, small models, and the comparison with unsharded training.
 
-A test on several ranks is an ordinary test with a mark. Its body runs once on each of the first `W` ranks of a
-pool of processes, which is started by the first such test and kept until the last; during the body the default
-process group (gloo) has exactly `W` ranks, so that for the code under test the world *is* `W`:
-
-    import pytest
-    import torch.distributed as dist
+Ranks, worlds and pools are those of `fullshard.testing`. `@ranks(...)` is its mark, with a transport beside it:
 
     from tests.harness import World, ranks
 
@@ -26,35 +21,43 @@ lane. `make test-all` runs everything. A test with the mark `@everywhere` has al
 in both lanes. Parity on simulated accelerators stands in `tests.simulated` for the quick lane, each way to
 train once.
 
-What a test may count on, and what it may not:
-
-- the function is found in the ranks by its module and name, and its arguments are pickled: parameters and fixtures
-  such as `tmp_path` (the same folder on every rank) arrive, `monkeypatch` and `capsys` do not; use
-  `pytest.MonkeyPatch.context()`, `pytest.raises` and `pytest.warns` inside the body;
-- the random seed is 0 on every rank; environment variables and torch's default dtype are put back afterwards; what
-  else a test changes in its process stays there for the next one, so it has to be undone by the test;
-- a rank that raises, dies or hangs (`@ranks(2, timeout=120)`; the default is 60 seconds) fails the test: the cause
-  comes first, with the traceback or the stacks of every rank that has something else to say. The ranks of a failed
-  test are thrown away, so that the next test starts with fresh ones.
-
-A test about failing ranks wants to look at the failures instead. It takes the fixture `rank_pool`, or its own
-processes, and gets one `Outcome` for each rank (`returned`, `raised`, `skipped`, `died` or `hung`):
-
-    def test_peers_notice_a_dead_rank(rank_pool: RankPool) -> None:
-        outcomes = rank_pool.run(die_in_backward, 2, timeout=30)     # die_in_backward(world) is a module-level function
-        assert [outcome.kind for outcome in outcomes] == ["died", "raised"]
-
-    with RankPool(2) as pool:                              # plain processes of one's own, also outside of pytest
-        outcomes = pool.run(function, 2, argument, keyword=3)
-
-`fake_world(1024)` makes the test process believe that it is one rank of many, with collectives that move nothing.
-
 `tests.harness.models` has small seeded models, and `tests.harness.compare` the comparison of sharded training with
 the same training unsharded; both are imported by their own names, because not every test needs them.
 """
 
-from tests.harness.fake import fake_world
-from tests.harness.pool import RankPool, failure_report
-from tests.harness.rank import Outcome, World, everywhere, ranks
+from collections.abc import Callable
+from typing import TypeVar
 
-__all__ = ["Outcome", "RankPool", "World", "everywhere", "failure_report", "fake_world", "ranks"]
+import pytest
+
+from fullshard.testing import Outcome, RankPool, World, failure_report
+from fullshard.testing import simulated_world as fake_world
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+#: The simulated accelerators, which a test names in place of a transport: see `tests.simulated`.
+SIMULATED = ("checked", "late")
+#: Runs a test in the quick lane too with all its cases, world sizes and real transports.
+everywhere = pytest.mark.everywhere
+
+
+def ranks(
+    *sizes: int, timeout: float = 60.0, transport: str | None = None, fresh: bool = False
+) -> Callable[[Test], Test]:
+    """Run a test on the first `size` ranks of the pool, once for each of `sizes`; it takes an argument `world`.
+
+    `timeout` is in seconds, for one size. `transport` is for tests of what depends on how buffers move; without it the
+    environment decides, as it does for users. `fresh` is for tests of what is chosen once for a process group: they
+    have one that served no other test, and serves none after.
+    """
+
+    def mark(test: Test) -> Test:
+        if transport is not None:
+            test = pytest.mark.transport(transport)(test)
+        marked: Test = pytest.mark.ranks(*sizes, timeout=timeout, fresh=fresh)(test)
+        return marked
+
+    return mark
+
+
+__all__ = ["SIMULATED", "Outcome", "RankPool", "World", "everywhere", "failure_report", "fake_world", "ranks"]

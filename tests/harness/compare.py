@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
 import fullshard
-from tests.harness.rank import World
+from fullshard.testing import World
 
 TOLERANCE = 1e-6
 OURS = {"fullshard": fullshard}

@@ -151,4 +151,4 @@ def _gloo_beside(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A gloo group of the same ranks, which can send CPU tensors. It is cached, and lives as long as the cache."""
     ranks = dist.get_process_group_ranks(process_group)
     with waiting("a process group to be made", process_group):
-        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="fullshard")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.harness import RankPool, World, failure_report, fake_world, ranks
+from tests.harness import RankPool, World, failure_report, ranks
 
 
 @ranks(1, 2, 3, 4)
@@ -124,16 +124,3 @@ def test_ranks_with_many_threads_left_behind_are_replaced(rank_pool: RankPool) -
 def test_what_cannot_be_sent_is_named(rank_pool: RankPool) -> None:
     with pytest.raises(TypeError, match="cannot be sent to the ranks"):
         rank_pool.run(lambda world: None, 2)
-
-
-def test_a_world_larger_than_the_pool_is_refused() -> None:
-    with RankPool(2) as pool, pytest.raises(ValueError, match="2 ranks cannot run a world of 3"):
-        pool.run(add, 3, 1, right=1)
-
-
-@pytest.mark.parametrize("size", [1, 7, 1024])
-def test_fake_worlds_come_and_go(size: int) -> None:
-    with fake_world(size, rank=size - 1) as world:
-        assert (dist.get_rank(), dist.get_world_size()) == (size - 1, size)
-        assert world.mesh().size() == size
-    assert not dist.is_initialized()

@@ -1,0 +1,27 @@
+"""A world of many ranks in one process, for shapes, memory and the order of collectives, which move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from fullshard import torch_private
+from fullshard.testing.rank import World
+
+
+@contextmanager
+def simulated_world(size: int, rank: int = 0) -> Iterator[World]:
+    """Be rank ``rank`` of ``size`` ranks (1,024 or more) inside the block, in this process alone.
+
+    Collectives return at once and move nothing. Shapes, placements, memory and the order of calls are right; the values
+    that a collective returns are whatever was there before.
+
+    Raises:
+        RuntimeError: if this process has a default process group.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("simulated_world() needs a process without a default process group: destroy it first")
+    with torch_private.simulated_world(size, rank):
+        yield World(rank, size)

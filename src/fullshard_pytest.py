@@ -1,0 +1,131 @@
+"""The pytest plugin of ``fullshard.testing``, as pytest finds it: options, the mark ``ranks``, the fixture ``world``.
+
+pytest loads this file in every project whose environment has fullshard. So it imports neither torch nor fullshard: the
+plugin itself, :mod:`fullshard.testing.plugin`, is imported when a collected file speaks of ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+#: Options of the mark, with what they are when it does not name them.
+OPTIONS: dict[str, Any] = {
+    "timeout": None,
+    "device": "cpu",
+    "hosts": 1,
+    "env": {},
+    "ends": {},
+    "fresh": False,
+    "init": True,
+}
+_SIZES = "fullshard_world_size"
+_MARK = (
+    "ranks(*sizes, timeout=60, device='cpu', hosts=1, env={}, ends={}, fresh=False, init=True): "
+    "run the test on so many ranks, once for each size; see fullshard.testing"
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the options."""
+    group = parser.getgroup("ranks", "tests on several ranks (fullshard)")
+    group.addoption("--ranks-pdb", action="store_true", help="run a failed test again, with the failed rank under pdb")
+    group.addoption(
+        "--ranks-pdb-rank",
+        type=int,
+        metavar="RANK",
+        help="run tests with this rank under pdb: breakpoint() works there",
+    )
+    group.addoption("--ranks-seed", type=int, default=0, help="seed of the random numbers on every rank (default: 0)")
+    group.addoption("--ranks-timeout", type=float, help="seconds that a rank may be silent (default: 60)")
+    parser.addini("ranks_timeout", "seconds that a rank may be silent", default="60")
+    parser.addini("ranks_preload", "modules that ranks have imported before they start", type="args", default=[])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the mark."""
+    config.addinivalue_line("markers", _MARK)
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
+    """Start the plugin for the first file that speaks of ranks, before pytest imports it."""
+    config = parent.config
+    if file_path.suffix != ".py" or _is_rank(config):
+        return
+    text = file_path.read_bytes()
+    if b"ranks" not in text and b"world" not in text:
+        return
+    if not config.pluginmanager.hasplugin("fullshard-ranks"):
+        plugin = importlib.import_module("fullshard.testing.plugin").RanksPlugin(config)
+        config.pluginmanager.register(plugin, "fullshard-ranks")
+    if not config.option.collectonly:
+        config.pluginmanager.getplugin("fullshard-ranks").prepare(text.decode(errors="replace"))
+
+
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:
+    """Give a marked test the fixture ``world``, through which it is made for each world size."""
+    marks = [*getattr(obj, "pytestmark", []), *collector.iter_markers("ranks")]
+    is_marked = any(mark.name == "ranks" for mark in marks)
+    if is_marked and callable(obj) and not isinstance(obj, type) and not _asks_for_world(obj):
+        pytest.mark.usefixtures("world")(obj)
+
+
+def _asks_for_world(obj: object) -> bool:
+    marks = getattr(obj, "pytestmark", [])
+    return any(mark.name == "usefixtures" and "world" in mark.args for mark in marks)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make one test for each world size of the mark; 2 ranks where a test takes ``world`` and has no mark."""
+    mark = metafunc.definition.get_closest_marker("ranks")
+    if "world" not in metafunc.fixturenames or (mark is None and not _is_ours(metafunc)):
+        return
+    sizes = check_mark(metafunc.definition.nodeid, mark) if mark is not None else (2,)
+    marks = () if mark is not None else (pytest.mark.ranks(2),)
+    cases = [pytest.param(size, id=f"W{size}", marks=marks) for size in sizes]
+    metafunc.parametrize("world", cases, indirect=True)
+
+
+def check_mark(nodeid: str, mark: pytest.Mark) -> tuple[int, ...]:
+    """The world sizes of a mark. Fails, and names the test, if the mark cannot be meant so."""
+    sizes = mark.args
+    if not sizes or not all(isinstance(size, int) and size >= 1 for size in sizes):
+        problem = f"has the sizes {sizes}; write for example @pytest.mark.ranks(2) or @pytest.mark.ranks(2, 4)"
+    elif unknown := mark.kwargs.keys() - OPTIONS.keys():
+        problem = f"does not know {', '.join(sorted(unknown))}; it takes {', '.join(OPTIONS)}"
+    elif any(size % mark.kwargs.get("hosts", 1) for size in sizes):
+        problem = f"has {mark.kwargs['hosts']} hosts, over which {sizes} ranks cannot be spread evenly"
+    elif wrong := set(mark.kwargs.get("ends", {}).values()) - {"died", "hung"}:
+        problem = f"expects that ranks have {', '.join(map(repr, wrong))}; expected 'died' or 'hung'"
+    else:
+        return sizes
+    pytest.fail(f"{nodeid}: the mark ranks {problem}", pytrace=False)
+
+
+def _is_ours(metafunc: pytest.Metafunc) -> bool:
+    """Whether the fixture ``world`` of a test is that of this file, and not one of the project's own."""
+    found = getattr(metafunc, "_arg2fixturedefs", {}).get("world")
+    return bool(found) and getattr(found[-1].func, "__module__", "") == __name__
+
+
+def _is_rank(config: pytest.Config) -> bool:
+    return config.pluginmanager.hasplugin("fullshard-rank")
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> Any:
+    """This rank and the number of ranks, a :class:`fullshard.testing.World`."""
+    if not _is_rank(request.config):
+        raise pytest.UsageError(f"{request.node.nodeid} takes world, which is known on a rank: mark it ranks(2)")
+    return importlib.import_module("fullshard.testing.rank").current_world()
+
+
+@pytest.fixture(scope="session")
+def rank_pool(request: pytest.FixtureRequest) -> Any:
+    """The session's :class:`fullshard.testing.RankPool`, for tests that run functions on several numbers of ranks."""
+    plugin = request.config.pluginmanager.getplugin("fullshard-ranks")
+    return plugin.pool
