@@ -7,10 +7,13 @@ plugin itself, :mod:`fullshard.testing.plugin`, is imported when a collected fil
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import fullshard_rank_server
 
 #: Options of the mark, with what they are when it does not name them.
 OPTIONS: dict[str, Any] = {
@@ -22,7 +25,18 @@ OPTIONS: dict[str, Any] = {
     "fresh": False,
     "init": True,
 }
-_SIZES = "fullshard_world_size"
+#: Plugins that would do their work once more on each rank: report, distribute, measure, or run a test again.
+ONLY_HERE = (
+    "cacheprovider",
+    "terminal",
+    "junitxml",
+    "xdist",
+    "xdist.looponfail",
+    "pytest_cov",
+    "rerunfailures",
+    "html",
+)
+_IMPORTED = re.compile(r"^\s*(?:from|import)\s+(torch\.distributed[\w.]*|fullshard[\w.]*)", re.MULTILINE)
 _MARK = (
     "ranks(*sizes, timeout=60, device='cpu', hosts=1, env={}, ends={}, fresh=False, init=True): "
     "run the test on so many ranks, once for each size; see fullshard.testing"
@@ -55,14 +69,20 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
     config = parent.config
     if file_path.suffix != ".py" or _is_rank(config):
         return
-    text = file_path.read_bytes()
-    if b"ranks" not in text and b"world" not in text:
+    text = file_path.read_text(errors="replace")
+    if "ranks" not in text and "world" not in text:
         return
+    if not config.option.collectonly:
+        # What a rank would import, each for itself. Modules of plugins are imported there without their rewriting.
+        known = [
+            plugin.__name__ for plugin, _ in config.pluginmanager.list_plugin_distinfo() if hasattr(plugin, "__name__")
+        ]
+        fullshard_rank_server.start(
+            ["pytest", *known, *sorted({*_IMPORTED.findall(text)}), *config.getini("ranks_preload")]
+        )
     if not config.pluginmanager.hasplugin("fullshard-ranks"):
         plugin = importlib.import_module("fullshard.testing.plugin").RanksPlugin(config)
         config.pluginmanager.register(plugin, "fullshard-ranks")
-    if not config.option.collectonly:
-        config.pluginmanager.getplugin("fullshard-ranks").prepare(text.decode(errors="replace"))
 
 
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:

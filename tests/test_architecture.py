@@ -68,7 +68,7 @@ DEPENDENCIES = {
     "disk": ("xxhash",),
     "checkpoint": ("xxhash", "safetensors", "tqdm", "upath", "fsspec"),
     "report": ("jinja2", "matplotlib", "plotly", "tabulate"),
-    "testing": ("pytest", "fullshard_pytest"),
+    "testing": ("pytest", "fullshard_pytest", "fullshard_rank_server"),
 }
 
 #: Files that use private names of torch, or of pytest.

@@ -94,18 +94,18 @@ def build(world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
 
 
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
 
-def forget(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+def forget(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model_state, _ = get_state_dict(model, optimizer)
     dcp.load({"model": model_state}, checkpoint_id=path)
 

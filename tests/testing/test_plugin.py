@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -144,6 +145,23 @@ def test_groups_left_behind():
     dist.new_group([0, 1], group_desc="mine")
 """
 
+AUTOUSE = """
+import os
+
+import pytest
+
+@pytest.fixture(autouse=True)
+def variable(world):
+    os.environ["OF_THE_FOLDER"] = "1"
+"""
+
+IN_A_FOLDER = """
+import os
+
+def test_the_fixture_of_the_folder_is_used(world):
+    assert os.environ["OF_THE_FOLDER"] == "1"
+"""
+
 FAILS = """
 import time
 
@@ -156,10 +174,10 @@ def test_the_cause_comes_first(world, model):
     assert world.rank != 1, "the cause"
     dist.barrier()
 
-@pytest.mark.ranks(2, timeout=1)
+@pytest.mark.ranks(2, timeout=5)
 def test_a_hang_is_shown(world):
     if world.rank == 1:
-        time.sleep(60)
+        time.sleep(600)
 
 @pytest.mark.ranks(2, ends={1: "died"})
 def test_a_death_that_does_not_come():
@@ -182,6 +200,10 @@ def project(tmp_path: Path) -> Path:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_passes.py").write_text(PASSES)
     (tmp_path / "test_fails.py").write_text(FAILS)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "conftest.py").write_text(AUTOUSE)
+    for name in ("test_one.py", "test_two.py"):
+        (tmp_path / "folder" / name).write_text(IN_A_FOLDER)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
     return tmp_path
 
@@ -195,8 +217,8 @@ def run(project: Path, *arguments: str, typed: str = "") -> str:
 
 
 def test_what_a_test_may_use(project: Path) -> None:
-    printed = run(project, "test_passes.py", "-rsx")
-    assert "19 passed, 1 skipped, 1 xfailed, 1 warning" in printed, printed
+    printed = run(project, "test_passes.py", "folder", "-rsx")
+    assert "21 passed, 1 skipped, 1 xfailed, 1 warning" in printed, printed
     assert "test_passes.py:1" in printed
     assert "not today" in printed
     assert "the test left the group 'mine' of the ranks [0, 1] behind on ranks 0, 1: destroy it with" in printed
@@ -208,7 +230,7 @@ def test_failures_tell_what_each_rank_did(project: Path) -> None:
     assert "rank 1 raised: AssertionError: the cause (3 of 3 ranks failed)" in printed, printed
     assert "Captured stdout of rank 2 call" in printed
     assert "printed by 2" in printed
-    assert "rank 1 hung: Rank 1 did not end within 1 s. (1 of 2 ranks failed)" in printed
+    assert "rank 1 hung: Rank 1 did not end within 5 s." in printed
     assert "in test_a_hang_is_shown\n" in printed
     assert "_pytest" not in printed.split("in test_a_hang_is_shown\n")[1]
     assert "rank 1 returned: It returned. The test expects that it died." in printed
@@ -243,3 +265,13 @@ def test_a_mark_that_cannot_be_meant_so_names_its_test(project: Path) -> None:
 def test_a_project_without_ranks_imports_nothing(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("import sys\ndef test_it():\n    assert 'torch' not in sys.modules\n")
     assert "1 passed" in run(tmp_path)
+
+
+def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "test.md"
+    blocks = re.findall(r"^```py\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for number, block in enumerate(blocks):
+        (tmp_path / f"test_block_{number}.py").write_text(block)
+    printed = run(tmp_path)
+    assert f"{len(blocks) + 5} passed" in printed, printed
+    assert "warning" not in printed, printed

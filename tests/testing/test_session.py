@@ -20,9 +20,7 @@ def unpicklable() -> object:
 
 @ranks(2)
 @pytest.mark.parametrize("time", [1, 2])
-def test_a_wide_fixture_that_cannot_be_sent_is_made_once_a_rank(
-    world: World, unpicklable: object, time: int
-) -> None:
+def test_a_wide_fixture_that_cannot_be_sent_is_made_once_a_rank(world: World, unpicklable: object, time: int) -> None:
     assert MADE == ["unpicklable"]
 
 

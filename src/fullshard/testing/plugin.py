@@ -8,7 +8,6 @@ tear-down: the ranks do all three (:mod:`fullshard.testing.session`). Only fixtu
 from __future__ import annotations
 
 import pickle
-import re
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,23 +21,11 @@ from fullshard.testing.pool import Conditions, RankPool, failure_report, failure
 from fullshard.testing.pytest_private import scopes, skip, value_of
 from fullshard.testing.rank import Outcome
 from fullshard.testing.session import run_item
-from fullshard_pytest import OPTIONS, check_mark
+from fullshard_pytest import ONLY_HERE, OPTIONS, check_mark
 
-#: Plugins that would do their work once more on each rank: report, distribute, measure, or run a test again.
-_ONLY_HERE = (
-    "cacheprovider",
-    "terminal",
-    "junitxml",
-    "xdist",
-    "xdist.looponfail",
-    "pytest_cov",
-    "rerunfailures",
-    "html",
-)
 #: Fixtures of narrow scope that are made here all the same: ranks share the folder.
 _SHARED = ("tmp_path", "tmpdir")
 _WIDE = ("module", "package", "session")
-_IMPORTED = re.compile(r"^\s*(?:from|import)\s+(torch\.distributed[\w.]*|fullshard[\w.]*)", re.MULTILINE)
 
 
 class RanksPlugin:
@@ -50,12 +37,8 @@ class RanksPlugin:
         self._debugged_rank: int | None = config.getoption("--ranks-pdb-rank")
         if (self._debugs_failed or self._debugged_rank is not None) and hasattr(config, "workerinput"):
             raise pytest.UsageError("--ranks-pdb needs the terminal, which tests do not have with -n: leave out -n")
-        self.pool = RankPool(_session(config), config.getini("ranks_preload"))
+        self.pool = RankPool(_session(config))
         self._next: pytest.Item | None = None
-
-    def prepare(self, text: str) -> None:
-        """Let ranks have imported what a file imports of torch and of this library."""
-        self.pool.prepare(sorted({*_IMPORTED.findall(text)}))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -180,7 +163,7 @@ def _session(config: pytest.Config) -> dict[str, Any]:
     arguments += ["--capture", config.getoption("capture")]
     if config.inipath is not None:
         arguments += ["-c", str(config.inipath)]
-    for plugin in (*config.option.plugins, *(f"no:{name}" for name in _ONLY_HERE)):
+    for plugin in (*config.option.plugins, *(f"no:{name}" for name in ONLY_HERE)):
         arguments += ["-p", plugin]
     options = {}
     for name, value in vars(config.option).items():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -16,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import connection, reduction
 from multiprocessing.process import BaseProcess
@@ -26,19 +25,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+import fullshard_rank_server
 from fullshard.testing.rank import CleanUp, Job, Kind, Outcome, Setup, exit_with_parent, serve
 
 # What a rank says when a peer has gone: seldom the cause, so it is shown last.
 _CONSEQUENCES = ("connection closed", "connection reset", "broken pipe", "connection refused", "connectfullmesh")
-_PRELOADED = ("torch", "torch.distributed.tensor", "fullshard.testing.rank")
 _GRACE = 10.0
 """Seconds that the other ranks get to end by themselves once a rank has failed."""
 _STARTING = 120.0
 """Seconds that ranks get to import torch; they do not count for the first test."""
 _DEBUGGING = 24 * 3600.0
 """Seconds that ranks wait for somebody who debugs one of them."""
-#: Of the processes of ranks: threads of one rank are taken from the others, and a host name need not resolve.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +84,7 @@ class RankPool:
 
     def __init__(self, session: Mapping[str, Any] | None = None, preload: Sequence[str] = ()) -> None:
         self._session = session
-        self._preload = [*_PRELOADED, *preload]
+        self._preload = preload
         self._processes: list[BaseProcess] = []
         self._connections: list[connection.Connection] = []
         self._folder: Path | None = None
@@ -95,16 +92,6 @@ class RankPool:
         self._numbers = itertools.count()
         self._group: tuple[Any, ...] | None = None  # size and conditions of the process group that can serve again
         self._number = -1
-
-    def prepare(self, modules: Sequence[str] = ()) -> None:
-        """Start to import torch, and ``modules``, where ranks will be forked from; returns at once."""
-        self._preload += [module for module in modules if module not in self._preload]
-        if "forkserver" in multiprocessing.get_all_start_methods():
-            multiprocessing.get_context("forkserver").set_forkserver_preload(self._preload)
-            from multiprocessing import forkserver
-
-            with _variables(_ENVIRONMENT):
-                forkserver.ensure_running()
 
     def run(
         self,
@@ -155,7 +142,7 @@ class RankPool:
     def _job(self, size: int, payload: bytes, conditions: Conditions, port: int) -> Job:
         asked = {name: getattr(conditions, name) for name in ("device", "hosts", "init", "seed")}
         timeout = conditions.timeout if conditions.debug is None else _DEBUGGING
-        environment = {**_ENVIRONMENT, **os.environ, **conditions.env}
+        environment = {**fullshard_rank_server.ENVIRONMENT, **os.environ, **conditions.env}
         return Job(self._number, size, timeout, payload, environment, port, debugged=conditions.debug, **asked)
 
     def _clean_up(self, outcomes: list[Outcome], key: tuple[Any, ...] | None) -> list[Outcome]:
@@ -209,12 +196,10 @@ class RankPool:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
             self._store = _store()
-            self.prepare()
         # Ranks are forked from a server that has imported torch and has no threads: a fresh one costs milliseconds.
-        methods = multiprocessing.get_all_start_methods()
-        context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+        context = fullshard_rank_server.start(self._preload)
         known = len(self._processes)
-        with _variables(_ENVIRONMENT):
+        with fullshard_rank_server.environment():
             for rank in range(known, size):
                 here, there = context.Pipe()
                 setup = Setup(rank, self._store.port, self._folder / f"{rank}.log", self._session)
@@ -340,18 +325,6 @@ def _likely_cause_first(outcome: Outcome) -> tuple[int, float]:
 
 def _store() -> Any:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def _variables(said: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables that are not set, for as long as processes start that inherit them."""
-    added = {name: value for name, value in said.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

@@ -357,7 +357,7 @@ def _left_behind() -> tuple[str, ...]:
     left = []
     for group in process_groups():
         what = group.group_desc
-        if group is dist.group.WORLD:
+        if group == dist.group.WORLD:
             if group != _state.default:
                 left.append(f"a default group that it made itself, of {group.size()} ranks")
         elif not what.startswith(("mesh_", "fullshard")):

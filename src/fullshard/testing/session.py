@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +28,10 @@ class RankSession:
         self._options = options
         self._serve = serve
         self._session: pytest.Session
+        self._nodes: dict[Path, pytest.Collector | pytest.Item] = {}
         self._items: dict[str, pytest.Item] = {}
         self._values: dict[str, Any] = {}
-        self._ends: list[tuple[Ended, str]] = []
+        self._ends: list[Ended] = []
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -47,11 +49,10 @@ class RankSession:
         self._serve()
         return True
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keep what a file has, and leave nothing for others to sort or deselect."""
-        self._items.update((item.nodeid, item) for item in items)
-        items.clear()
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note that a file could not be collected here, although it was in the test process."""
+        if report.failed:
+            self._ends.append(Ended("raised", f"{report.nodeid} was not collected on this rank", report.longreprtext))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
@@ -69,14 +70,14 @@ class RankSession:
         if report.failed:
             error = call.excinfo
             summary = error.exconly().strip() if error is not None else str(report.longrepr)
-            self._ends.append((Ended("raised", summary, report.longreprtext), call.when))
+            self._ends.append(Ended("raised", summary, report.longreprtext))
             if error is not None:
                 debug(error.value)
             end_groups()
         elif report.skipped:
             kind: Kind = "xfailed" if hasattr(report, "wasxfail") else "skipped"
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else getattr(report, "wasxfail", "")
-            self._ends.append((Ended(kind, reason.removeprefix("Skipped: ").removeprefix("reason: ")), call.when))
+            self._ends.append(Ended(kind, reason.removeprefix("Skipped: ").removeprefix("reason: ")))
         if report.when == "teardown":
             for title, text in report.sections:
                 add_printed(title, text)
@@ -84,16 +85,41 @@ class RankSession:
 
     def run(self, nodeid: str, path: str, values: Mapping[str, bytes], nextitem: str | None) -> None:
         """Run one test, and raise :class:`Ended` unless it passed."""
+        self._ends.clear()
         if nodeid not in self._items:
-            self._session.perform_collect([path])
+            self._collect(Path(path))
+        if nodeid not in self._items:
+            raise (
+                self._ends[0]
+                if self._ends
+                else Ended("raised", f"{nodeid} is not among the tests of {path} on this rank")
+            )
         item = self._items[nodeid]
         following = self._items.get(nextitem or "")
-        self._ends.clear()
         self._values = {name: pickle.loads(value) for name, value in values.items()}
         leave_for(item)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if self._ends:
-            raise self._ends[0][0]
+            raise self._ends[0]
+
+    def _collect(self, file: Path) -> None:
+        """Add a file's tests. All files share one tree of nodes: the fixtures of a conftest belong to its folder's node."""
+        session, root = self._session, self._session.config.rootpath
+        folders = [folder for folder in file.parents if folder == root or root in folder.parents]
+        for path in (*reversed(folders), file):
+            if path in self._nodes:
+                continue
+            hook = session.gethookproxy(path.parent)
+            if (parent := self._nodes.get(path.parent)) is not None:
+                found = hook.pytest_make_collect_report(collector=parent).result
+            elif path == file:
+                found = hook.pytest_collect_file(file_path=path, parent=session)
+            else:
+                found = [hook.pytest_collect_directory(path=path, parent=session)]
+            for node in found:
+                self._nodes.setdefault(node.path, node)
+        if file in self._nodes:
+            self._items.update((item.nodeid, item) for item in session.genitems(self._nodes[file]))
 
 
 def run_session(setup: Mapping[str, Any], serve: Callable[[], None]) -> None:
