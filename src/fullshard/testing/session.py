@@ -103,7 +103,7 @@ class RankSession:
             raise self._ends[0]
 
     def _collect(self, file: Path) -> None:
-        """Add a file's tests. All files share one tree of nodes: the fixtures of a conftest belong to its folder's node."""
+        """Add a file's tests. All files share one tree of nodes: a conftest's fixtures belong to its folder's node."""
         session, root = self._session, self._session.config.rootpath
         folders = [folder for folder in file.parents if folder == root or root in folder.parents]
         for path in (*reversed(folders), file):
