@@ -443,10 +443,9 @@ def forget_meshes() -> None:
     for value in [value for module in modules for value in vars(module).values()]:
         if isinstance(value, functools._lru_cache_wrapper):
             value.cache_clear()
-    if modules:
-        import torch.distributed.tensor.debug as debug
-
-        debug._clear_sharding_prop_cache()
+    if modules:  # what torch.distributed.tensor.debug does, which cannot be imported without numpy
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 #: What ``DTensor`` calls to communicate.

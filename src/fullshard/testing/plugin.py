@@ -57,9 +57,13 @@ class RanksPlugin:
         self._next = nextitem
         return (yield)
 
-    def pytest_sessionfinish(self) -> None:
-        """End the ranks."""
-        self.pool.close()
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtestloop(self) -> Any:
+        """End the ranks with the last test, before the coverage that they write when they end is counted."""
+        try:
+            return (yield)
+        finally:
+            self.pool.close()
 
     def _run(self, item: pytest.Item) -> None:
         """Run a test on its ranks; raise what pytest makes a failure, a skip or an expected failure of."""
