@@ -48,10 +48,10 @@ def both_with(method: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("fsdp", [Library(name) for name in names], ids=names)
 
 
-def first_of(name: str, *values: Any) -> pytest.MarkDecorator:
-    """A parameter of which the quick lane has the first value, and the long lane all."""
-    others = [pytest.param(value, marks=pytest.mark.slow) for value in values[1:]]
-    return pytest.mark.parametrize(name, [values[0], *others])
+def first_of(name: str, *values: Any, quick: int = 1) -> pytest.MarkDecorator:
+    """A parameter of which the quick lane has the first value or values, and the long lane all."""
+    others = [pytest.param(value, marks=pytest.mark.slow) for value in values[quick:]]
+    return pytest.mark.parametrize(name, [*values[:quick], *others])
 
 
 #: For tests of slots that keep their memory, and of gradients in memory that ranks share.
