@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard.buffer import heap
 from fullshard.buffer.slots import SHARED, SlotPool
-from tests.fully_shard.cases import EXCHANGED, Twins, environment, groups_of, inputs, shard_mlp, slots_in_use, twins
+from tests.fully_shard.cases import EXCHANGED, environment, first_of, groups_of, inputs, shard_mlp, slots_in_use, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, sgd
 from tests.harness.models import MLP, seeded
@@ -67,8 +67,7 @@ def _pools_of(group: Any) -> list[SlotPool]:
 
 @EXCHANGED
 @ranks(2, transport="p2p")
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(("param_dtype", "reshard"), [(None, True), (torch.bfloat16, False)])
 def test_a_second_step_allocates_no_buffer(world: World, param_dtype: torch.dtype | None, reshard: bool) -> None:
     policy = fullshard.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     model = shard_mlp(mp_policy=policy, reshard_after_forward=reshard)
@@ -110,21 +109,17 @@ def test_later_steps_fault_in_almost_nothing(world: World) -> None:
 
 
 @ranks(2, transport="p2p")
-@pytest.mark.parametrize("limit", [0, 1, 2, 3])
-def test_there_are_one_slot_and_one_for_each_group_ahead(world: World, limit: int) -> None:
-    take_turns(limit)
-
-
-def take_turns(limit: int) -> None:
-    model = seeded(equal_blocks)
-    each_block(reshard_after_forward=True)(fullshard, model)
-    model.set_prefetch_limit(limit)
-    for _ in range(3):
-        model(inputs()).sum().backward()
-    pool = parameter_pool(model.blocks)
-    (size,) = {group.full.buffer.nbytes for group in groups_of(model.blocks)}
-    assert slots_in_use(pool) == 0
-    assert pool.nbytes_free == (1 + limit) * size
+def test_there_are_one_slot_and_one_for_each_group_ahead(world: World) -> None:
+    for limit in (0, 1, 2, 3):
+        model = seeded(equal_blocks)
+        each_block(reshard_after_forward=True)(fullshard, model)
+        model.set_prefetch_limit(limit)
+        for _ in range(3):
+            model(inputs()).sum().backward()
+        pool = parameter_pool(model.blocks)
+        (size,) = {group.full.buffer.nbytes for group in groups_of(model.blocks)}
+        assert slots_in_use(pool) == 0
+        assert pool.nbytes_free == (1 + limit) * size
 
 
 @ranks(2, transport="p2p")
@@ -216,7 +211,7 @@ def test_two_trees_share_no_slot(world: World) -> None:
 
 
 @ranks(2, timeout=20, transport="p2p")
-@pytest.mark.parametrize("steps", [False, True])
+@first_of("steps", True, False)
 def test_a_model_on_one_rank_alone_changes_nothing_for_the_others(world: World, steps: bool) -> None:
     pair = twins(world)
     pair.step()
@@ -255,15 +250,6 @@ def test_debug_mode_fills_what_was_released_with_nan(world: World) -> None:
     weight = quiet.blocks[0][0].weight
     quiet.blocks[0].reshard()
     assert not weight.isnan().any()
-
-
-@ranks(2, transport="p2p")
-def test_training_in_debug_mode_is_right(world: World) -> None:
-    with environment(FULLSHARD_DEBUG="1"):
-        model = shard_mlp()
-    pair = Twins(world, model, seeded(MLP))
-    for _ in range(3):
-        pair.step()
 
 
 @ranks(2, transport="p2p")
