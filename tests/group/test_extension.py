@@ -357,7 +357,7 @@ class Inside(nn.Linear):
 
 
 def inside(kind: type[Gathered] | None) -> Any:
-    model = seeded(lambda: nn.Sequential(Inside(6, 8, bias=False), Inside(8, 4, bias=False)))
+    model = seeded(lambda: nn.Sequential(Inside(6, 6, bias=False), Inside(6, 6, bias=False)))
     for layer in model if kind is not None else ():
         layer.weight = nn.Parameter(kind(layer.weight.detach()))
     return model
@@ -396,7 +396,7 @@ def test_what_is_inside_of_a_subclass_is_not_read_after_its_group_was_resharded(
     fullshard.fully_shard(model)
     model(inputs())
     model[1].unshard()
-    out = WithInside.apply(torch.randn(4, 8, requires_grad=True), model[1].weight)
+    out = WithInside.apply(torch.randn(4, 6, requires_grad=True), model[1].weight)
     model[1].reshard()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
