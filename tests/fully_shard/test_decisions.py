@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.func import functional_call
 from torch.nn.utils.parametrize import register_parametrization
-from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from tests.fully_shard.cases import (
@@ -182,16 +181,6 @@ def test_a_forward_may_return_its_own_weight(world: World, reshard: bool, transp
     with environment(FULLSHARD_TRANSPORT=transport):
         pair = twins(world, lambda: seeded(UsesLookup), reshard_after_forward=reshard)
     for _ in range(3):
-        pair.step()
-
-
-@ranks(2)
-@first_of("reshard", False, True)
-def test_inference_mode_before_training(world: World, reshard: bool) -> None:
-    pair = twins(world, reshard_after_forward=reshard)
-    with torch.inference_mode():
-        assert_close(pair.sharded(inputs()), pair.whole(inputs()), "output")
-    for _ in range(2):
         pair.step()
 
 
@@ -367,24 +356,6 @@ def test_a_write_in_forward_is_thrown_away_before_the_next_use(world: World, fsd
     fsdp.fully_shard(root)
     with torch.no_grad():
         assert_close(root(inputs()), reference(torch.tanh(reference(inputs()))), "output")
-
-
-@ranks(2)
-def test_blocks_under_one_checkpoint_with_a_shared_input(world: World) -> None:
-    class Shared(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            def run(x: Tensor) -> Tensor:
-                for block in self.blocks:
-                    x = block(x)
-                return x
-
-            y = checkpoint(run, x, use_reentrant=False)
-            assert isinstance(y, Tensor)
-            return y * self.scale
-
-    pair = twins(world, lambda: seeded(Shared))
-    for _ in range(3):
-        pair.step()
 
 
 @ranks(2)

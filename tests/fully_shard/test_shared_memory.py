@@ -12,7 +12,6 @@ import gc
 import io
 import random
 import re
-import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,18 +110,6 @@ def compare_told(world: World, name: str) -> None:
     assert len(expected) == len(found) > 0
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert_close(one, other, f"tensor {number} of '{name}'")
-
-
-# -- stories ---------------------------------------------------------------------------------------------------------
-
-
-@story
-def training(world: World) -> Iterator[Any]:
-    model = mlp()
-    optimizer = sgd(model)
-    yield from steps(world, model, optimizer, 4)
-    model.reshard()
-    yield from values(model)
 
 
 @story
@@ -372,9 +359,6 @@ def test_on_meshes_of_two_dims(world: World, tell: Story) -> None:
     compare_told(world, tell.__name__)
 
 
-# -- writes by each rank to its own part -----------------------------------------------------------------------------
-
-
 def write(model: Any, parameters: dict[str, Any], news: dict[str, Tensor], how: str, folder: Path) -> None:
     """Let the parameters have new values, in one of the ways in which programs do."""
     new = {name: distribute_tensor(news[name], p.device_mesh, p.placements) for name, p in parameters.items()}
@@ -434,8 +418,6 @@ def test_writes_are_read_by_all_afterwards_and_by_none_before(
             reference.zero_grad()
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
-
 WIDTH, COUNT = 256, 4
 BLOCK = (WIDTH * WIDTH + WIDTH) * 4  # bytes
 
@@ -477,23 +459,6 @@ def test_parameters_exist_once_a_host(world: World) -> None:
         file = io.BytesIO()
         torch.save(local, file)
         assert file.tell() < local.numel() * local.itemsize + 4096
-
-
-@ranks(2, transport="shm")
-def test_nothing_is_mapped_or_faulted_in_after_the_first_steps(world: World) -> None:
-    model = large()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    faults = []
-    for _ in range(8):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        step(model)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-        if len(faults) == 3:
-            mapped = mappings()
-    assert mappings() == mapped
-    assert min(faults[3:]) < BLOCK // resource.getpagesize() / 2, faults
 
 
 @EXCHANGED

@@ -29,9 +29,6 @@ def shared(model: nn.Module) -> list[bool]:
     return [group.shard.shared is not None for group in groups_of(model)]
 
 
-# -- lost ranks ------------------------------------------------------------------------------------------------------
-
-
 def lose_rank_1(world: World, where: str) -> None:
     """A good step, and one in which rank 1 is killed."""
     with environment(FULLSHARD_TRANSPORT="shm"):
@@ -68,9 +65,6 @@ def test_a_lost_rank_is_named_by_all_others_at_once(rank_pool: RankPool, where: 
         assert f"rank {outcome.rank} waited in {waits}" in outcome.summary
         assert "for rank 1 (process " in outcome.summary
         assert "which has ended" in outcome.summary
-
-
-# -- errors and what a reset leaves ----------------------------------------------------------------------------------
 
 
 @ranks(2, transport="shm")
@@ -141,9 +135,6 @@ def test_an_error_on_one_rank_after_its_forward(world: World) -> None:
         pair.step()
 
 
-# -- ranks that differ -----------------------------------------------------------------------------------------------
-
-
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -191,9 +182,6 @@ def test_ranks_of_which_one_is_on_meta_are_told(world: World) -> None:
     model.to_empty(device="cpu")
     with torch.no_grad():
         model(inputs())
-
-
-# -- no memory to share ----------------------------------------------------------------------------------------------
 
 
 @ranks(2, 3)

@@ -7,6 +7,7 @@ import itertools
 import mmap
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fullshard.buffer.slots import SHARED, SlotPool
 from tests.fully_shard.cases import EXCHANGED, environment, first_of, groups_of, inputs, shard_mlp, slots_in_use, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, sgd
+from tests.harness.held import mappings
 from tests.harness.models import MLP, seeded
 
 
@@ -29,10 +31,6 @@ def equal_blocks(count: int = 6, width: int = 6) -> Any:
     model.blocks = nn.Sequential(*[nn.Linear(width, width) for _ in range(count)])
     model.forward = model.blocks.forward
     return model
-
-
-def pools_alive() -> int:
-    return sum(type(each) is SlotPool for each in gc.get_objects())
 
 
 def parameter_pool(model: nn.Module) -> SlotPool:
@@ -83,29 +81,34 @@ def test_a_second_step_allocates_no_buffer(world: World, param_dtype: torch.dtyp
     assert allocations.count > 0, "the counter counts"
 
 
-@ranks(2, transport="p2p")
-def test_later_steps_fault_in_almost_nothing(world: World) -> None:
+@ranks(2)
+@pytest.mark.parametrize("transport", ["p2p", "shm"])
+def test_later_steps_fault_in_almost_nothing_and_map_nothing(world: World, transport: str) -> None:
     width, count = 512, 4  # a block of 1 MiB, of 257 pages
     model = seeded(lambda: equal_blocks(count, width))
-    each_block()(fullshard, model)
+    with environment(FULLSHARD_TRANSPORT=transport):
+        each_block()(fullshard, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(1, width)
 
-    def step() -> int:
+    def faults(act: Callable[[], object]) -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        act()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    def step() -> None:
         model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     pages = count * width * width * 4 // resource.getpagesize()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     with mmap.mmap(-1, pages * resource.getpagesize()) as fresh:
-        fresh.write(bytes(len(fresh)))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before >= pages, "the counter counts"
-    for _ in range(2):  # the first steps fault in shards, slots and gradients, unless the process has pages to spare
+        assert faults(lambda: fresh.write(bytes(len(fresh)))) >= pages, "the counter counts"
+    for _ in range(3):  # the first steps fault in shards, slots and gradients, unless the process has pages to spare
         step()
-    assert min(step() for _ in range(5)) < pages / 2
+    mapped = mappings()
+    assert min(faults(step) for _ in range(5)) < pages / 8
+    assert mappings() == mapped or transport == "p2p"
 
 
 @ranks(2, transport="p2p")
@@ -250,15 +253,3 @@ def test_debug_mode_fills_what_was_released_with_nan(world: World) -> None:
     weight = quiet.blocks[0][0].weight
     quiet.blocks[0].reshard()
     assert not weight.isnan().any()
-
-
-@ranks(2, transport="p2p")
-def test_no_pool_outlives_its_model(world: World) -> None:
-    gc.collect()
-    before = pools_alive()
-    model = shard_mlp()
-    model(inputs()).sum().backward()
-    assert pools_alive() > before
-    del model
-    gc.collect()
-    assert pools_alive() == before

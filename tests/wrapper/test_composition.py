@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from types import ModuleType
@@ -41,9 +40,6 @@ from tests.harness.wrapper import (
 FSDP = fullshard.FullyShardedDataParallel
 BATCH = random_batch(4, 6)
 UNITS = pytest.mark.parametrize("units", [wrap_blocks, wrap_whole])
-
-
-# -- flat parameters ---------------------------------------------------------------------------------------------------
 
 
 @ranks(1, 2, 3)
@@ -119,9 +115,6 @@ def test_dtypes_of_one_unit_become_several_flat_parameters() -> None:
     assert all(isinstance(p, fullshard.FlatParameter) for p in model.parameters())
 
 
-# -- dtypes and copies -------------------------------------------------------------------------------------------------
-
-
 @ranks(2)
 @UNITS
 @pytest.mark.parametrize("strategy", SHARDED)
@@ -150,29 +143,6 @@ def test_another_dtype(world: World, units: Any, strategy: str, used: bool, how:
         assert torch.allclose(
             value.double(), plain.state_dict()[name].double(), atol=1e-2 if dtype.itemsize == 2 else 1e-9
         )
-
-
-@ranks(2)
-@first_of("strategy", *STRATEGIES)
-@ORIGINAL
-def test_copies_train_apart(world: World, strategy: str, original: bool) -> None:
-    model = wrap_blocks(strategy=strategy, original=original)(fullshard, seeded(MLP))
-    mean_square(model, BATCH(world.rank)).backward()
-    twin = copy.deepcopy(model)
-    assert [n for n, _ in twin.named_parameters()] == [n for n, _ in model.named_parameters()]
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    mean_square(twin, BATCH(world.rank)).backward()
-    optimizer.step()
-    after = twin.state_dict()
-    assert not torch.equal(after["scale"], before["scale"])
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert all(torch.equal(value, after[name]) for name, value in model.state_dict().items())
-    assert torch.equal(model(*BATCH(0)), twin(*BATCH(0)))
-
-
-# -- ties --------------------------------------------------------------------------------------------------------------
 
 
 @ranks(2)
@@ -211,9 +181,6 @@ def compare_states(
         assert list(state) == list(whole.state_dict())
         for name, value in whole.state_dict().items():
             assert deviation(state[name], value) < 10 * TOLERANCE, (step, name)
-
-
-# -- tensor parallelism ------------------------------------------------------------------------------------------------
 
 
 @ranks(4)
@@ -257,9 +224,6 @@ def test_state_dicts_beside_tensor_parallel(world: World, original: bool, kind: 
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
-# -- the compiler ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @ranks(2, timeout=180)
 @pytest.mark.parametrize("strategy", SHARDED)
@@ -268,14 +232,11 @@ def test_state_dicts_beside_tensor_parallel(world: World, original: bool, kind: 
     [("compiled inside", False), ("compiled inside", True), ("compiled outside", True)],  # as with torch's wrapper
 )
 def test_compiled_blocks(world: World, strategy: str, original: bool, order: str) -> None:
-
     def shard(fsdp: ModuleType, model: Any) -> Any:
-        for index, block in enumerate(model.blocks):
-            if order == "compiled inside":
-                block = torch.compile(block, backend="aot_eager")
-            wrapped = wrap(fsdp, block, strategy=strategy, original=original)
-            model.blocks[index] = wrapped
-        root = wrap(fsdp, model, strategy=strategy, original=original)
+        if order == "compiled inside":
+            for index, block in enumerate(model.blocks):
+                model.blocks[index] = torch.compile(block, backend="aot_eager")
+        root = wrap_blocks(strategy=strategy, original=original)(fsdp, model)
         return torch.compile(root, backend="aot_eager") if order == "compiled outside" else root
 
     plain, model = seeded(MLP), shard(fullshard, seeded(MLP))
@@ -289,9 +250,6 @@ def test_compiled_blocks(world: World, strategy: str, original: bool, order: str
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-# -- optimizers and writes ---------------------------------------------------------------------------------------------
 
 
 @ranks(2)
@@ -343,9 +301,6 @@ def test_a_model_wrapped_by_torch_is_refused(original: bool) -> None:
         model.blocks[0] = wrap(LIBRARIES["torch"], model.blocks[0], original=original)
         with pytest.raises(ValueError, match="torch"):
             wrap(fullshard, model, original=original)
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 @ranks(2)

@@ -88,21 +88,6 @@ def test_settings_of_torch_and_positional_arguments(world: World) -> None:
     assert model(*BATCH(0)).dtype == torch.bfloat16
 
 
-# -- policies ----------------------------------------------------------------------------------------------------------
-
-
-def by_size(fsdp: ModuleType) -> Any:
-    return partial(fsdp.wrap.size_based_auto_wrap_policy, min_num_params=300)
-
-
-def by_name(fsdp: ModuleType) -> Any:
-    return partial(fsdp.wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.LayerNorm))
-
-
-def of_transformers(fsdp: ModuleType) -> Any:
-    return partial(fsdp.wrap.transformer_auto_wrap_policy, transformer_layer_cls={nn.LayerNorm, nn.Embedding})
-
-
 def with_overrides(fsdp: ModuleType) -> Any:
     def choose(module: nn.Module) -> Any:
         if isinstance(module, nn.Embedding):
@@ -113,9 +98,13 @@ def with_overrides(fsdp: ModuleType) -> Any:
 
 
 POLICIES: dict[str, Callable[[ModuleType], Any]] = {
-    "size": by_size,
-    "name": by_name,
-    "transformer": of_transformers,
+    "size": lambda fsdp: partial(fsdp.wrap.size_based_auto_wrap_policy, min_num_params=300),
+    "lambda": lambda fsdp: partial(
+        fsdp.wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.LayerNorm)
+    ),
+    "transformer": lambda fsdp: partial(
+        fsdp.wrap.transformer_auto_wrap_policy, transformer_layer_cls={nn.LayerNorm, nn.Embedding}
+    ),
     "overrides": with_overrides,
     "class": lambda fsdp: fsdp.wrap.ModuleWrapPolicy({nn.LayerNorm}),
     "always": lambda fsdp: fsdp.wrap.always_wrap_policy,
@@ -192,9 +181,6 @@ def test_a_module_list_is_warned_of(library: str) -> None:
         wrap_with(WRAPPERS[library], nn.ModuleList([nn.Linear(2, 2)]))
 
 
-# -- batch norm --------------------------------------------------------------------------------------------------------
-
-
 @ranks(2)
 def test_batch_norms_under_mixed_precision_are_wrapped_alone_with_a_warning(world: World) -> None:
     def observe(fsdp: ModuleType) -> Any:
@@ -207,9 +193,6 @@ def test_batch_norms_under_mixed_precision_are_wrapped_alone_with_a_warning(worl
         return [output.dtype, wrapped_alone, [buffer.dtype for buffer in wrapped.buffers()]]
 
     assert_all_see(observe)
-
-
-# -- ignored -----------------------------------------------------------------------------------------------------------
 
 
 @ranks(2)
@@ -229,9 +212,6 @@ def test_what_is_ignored_stays_as_it_is(world: World, original: bool, policy: bo
 
     for given in (("ignored_modules", False), ("ignored_states", False), ("ignored_states", True)):
         assert_all_see(lambda fsdp, given=given: observe(fsdp, *given))  # type: ignore[misc]
-
-
-# -- initialisation ----------------------------------------------------------------------------------------------------
 
 
 @ranks(2)
@@ -283,9 +263,6 @@ def test_ranks_begin_with_the_first_ones_values(world: World, original: bool, po
         assert torch.equal(model.state_dict()[name], value), name
 
 
-# -- groups and meshes -------------------------------------------------------------------------------------------------
-
-
 @ranks(4)
 def test_groups_and_meshes(world: World) -> None:
     """Every way to say over which ranks to shard cuts as said, in all instances."""
@@ -317,9 +294,6 @@ def test_one_rank_has_nothing_to_shard_over(world: World) -> None:
         with pytest.warns(UserWarning, match="NO_SHARD"):
             model = wrap_with(fsdp, seeded(MLP))
         assert model.sharding_strategy is fsdp.ShardingStrategy.NO_SHARD
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def test_arguments_of_a_wrong_type_are_named() -> None:

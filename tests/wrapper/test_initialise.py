@@ -59,13 +59,6 @@ def wrapped_by_torch(module: nn.Module, **options: Any) -> Any:
     return torch_fsdp.FullyShardedDataParallel(module, device_id=CPU, **options)
 
 
-# -- ignored ---------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_ignored_by_default() -> None:
-    assert ignored(Net(), None, None) == Ignored(set(), set(), set())
-
-
 @pytest.mark.parametrize("argument", ["ignored_modules", "ignored_states"])
 def test_modules_are_ignored_with_what_is_inside(argument: str) -> None:
     net = Net()
@@ -77,18 +70,13 @@ def test_modules_are_ignored_with_what_is_inside(argument: str) -> None:
         assert found.buffers == set(net.inner[1].buffers())
 
 
-def test_parameters_are_ignored() -> None:
+def test_nothing_or_parameters_or_what_nested_instances_ignore_is_ignored() -> None:
     net = Net()
+    assert ignored(net, None, None) == Ignored(set(), set(), set())
     assert ignored(net, None, iter([net.first.bias])) == Ignored(set(), {net.first.bias}, set())
-
-
-def test_what_nested_instances_ignore_is_ignored() -> None:
-    net = Net()
     nested = ignored(net.inner, [net.inner[1]], None)
     found = ignored(net, None, [net.first.bias], [nested])
-    assert found.modules == nested.modules
-    assert found.params == nested.params | {net.first.bias}
-    assert found.buffers == nested.buffers
+    assert found == Ignored(nested.modules, nested.params | {net.first.bias}, nested.buffers)
 
 
 def test_sharded_modules_inside_are_not_ignored(world_of_two: World) -> None:
@@ -134,9 +122,6 @@ def test_the_root_is_ignored_with_a_warning(world_of_two: World) -> None:
         assert ignored(net, [net], None).params == set(net.parameters())
     with pytest.warns(UserWarning, match="top-level module"):
         wrapped_by_torch(net, ignored_modules=[net])
-
-
-# -- meta ------------------------------------------------------------------------------------------------------------
 
 
 class Recorder(nn.Module):
@@ -185,16 +170,13 @@ def test_modules_are_initialized_in_the_order_of_torch(world_of_two: World, with
 
 
 def test_modules_that_are_on_no_meta_device_keep_their_values() -> None:
+    materialize(managed_modules(Net()), lambda module: pytest.fail("was called"), CPU)
     net = Net()
     net.first.to("meta")
     before = {name: value.clone() for name, value in net.inner.state_dict().items()}
     materialize(managed_modules(net), None, CPU)
     assert all(torch.equal(value, before[name]) for name, value in net.inner.state_dict().items())
     assert not net.first.weight.is_meta
-
-
-def test_a_module_without_meta_tensors_is_not_initialized() -> None:
-    materialize(managed_modules(Net()), lambda module: pytest.fail("was called"), CPU)
 
 
 @pytest.mark.parametrize(("with_init", "bias"), [(False, False), (True, True)])
@@ -241,16 +223,13 @@ def test_nested_and_ignored_modules_are_not_initialized(world_of_two: World) -> 
     assert said == ["root"]
 
 
-def test_ignored_parameters_are_no_reason_to_initialize() -> None:
+def test_ignored_parameters_are_no_reason_to_initialize_and_stay_ignored_when_they_get_memory() -> None:
     net = Net()
     net.first.weight = nn.Parameter(net.first.weight.to("meta"))
     before = net.first.bias.clone()
     materialize(managed_modules(net), None, CPU, ignored(net, None, [net.first.weight]))
     assert net.first.weight.is_meta
     assert torch.equal(net.first.bias, before)
-
-
-def test_ignored_parameters_stay_ignored_when_they_get_memory() -> None:
     with torch.device("meta"):
         net = Net()
     spared = ignored(net, None, [net.first.weight])
@@ -286,23 +265,15 @@ def test_a_reset_that_is_missing_or_fails(world_of_two: World, reset: Any, error
         wrapped_by_torch(model())
 
 
-def test_the_init_function_is_callable(world_of_two: World) -> None:
+def test_the_init_function_is_callable_and_leaves_nothing_on_meta(world_of_two: World) -> None:
     with torch.device("meta"):
-        model = nn.Linear(2, 2)
+        model, net = nn.Linear(2, 2), Net()
     with pytest.raises(ValueError, match="param_init_fn must be callable"):
         materialize(managed_modules(model), 3, CPU)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="callable"):
         wrapped_by_torch(model, param_init_fn=3)
-
-
-def test_an_init_function_that_leaves_tensors_on_meta() -> None:
-    with torch.device("meta"):
-        net = Net()
     with pytest.raises(RuntimeError, match=r"left \['scale'\] of the Net on the meta"):
         materialize(managed_modules(net), lambda module: None, CPU)
-
-
-# -- devices ---------------------------------------------------------------------------------------------------------
 
 
 def on(*devices: str) -> list[Tensor]:
@@ -361,9 +332,6 @@ def test_devices_that_do_not_agree() -> None:
     for lie, device_id, error in cases:
         with pytest.raises(error, match="lie on"):
             compute_device(on(*lie), device_id)
-
-
-# -- values ----------------------------------------------------------------------------------------------------------
 
 
 def mesh_of(strategy: ShardingStrategy, nodes: int = 1) -> Any:
@@ -485,9 +453,6 @@ def test_parts_of_tensor_parallel_parameters_come_from_their_own_first_rank(worl
     sync_module_states([param], [], strategy_and_mesh(FULL, None, mesh["dp"], False, "cpu")[1], CPU)
     assert torch.equal(param.full_tensor(), whole)
     check_flattenable({"weight": param}, use_orig_params=False)
-
-
-# -- what can be flattened -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

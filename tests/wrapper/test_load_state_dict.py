@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -120,30 +118,6 @@ def test_one_api_loads_what_the_other_saves(world: World, original: bool) -> Non
     plain = build(4)
     plain.load_state_dict(model.state_dict())
     assert_equal_states(plain.state_dict(), build(3).state_dict())
-
-
-@pytest.mark.slow
-@ranks(3)
-@ORIGINAL
-def test_a_checkpoint_of_two_ranks_is_loaded_by_three(world: World, original: bool, tmp_path: Path) -> None:
-    """Into the wrapper, into `fully_shard` and into a plain model."""
-    pair = dist.new_group([0, 1])
-    if world.rank < 2:
-        saved = wrapped(fullshard, build(1), original=original, process_group=pair)
-        with speaking(fullshard, saved, "SHARDED"):
-            dcp.save(saved.state_dict(), checkpoint_id=tmp_path, process_group=pair)
-    dist.barrier()
-    model = wrapped(fullshard, build(2), original=not original)
-    with speaking(fullshard, model, "SHARDED"):
-        state = model.state_dict()
-        dcp.load(state, checkpoint_id=tmp_path)
-        model.load_state_dict(state)
-    assert_holds(model, 1)
-    for other in (composable(3), build(4)):
-        state = other.state_dict()
-        dcp.load(state, checkpoint_id=tmp_path)
-        other.load_state_dict(state)
-        assert_equal_states(whole(other.state_dict()), build(1).state_dict())
 
 
 @ranks(2)

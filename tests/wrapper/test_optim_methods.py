@@ -107,9 +107,6 @@ def test_wrong_optim_input(world: World, name: str) -> None:
             library.methods.full_optim_state_dict(model, optimizer, given)
 
 
-# -- rekey -----------------------------------------------------------------------------------------------------------
-
-
 def test_names_and_numbers_as_torch() -> None:
     plain = seeded(MLP)
     optimizer = optimizer_of(plain, "Adam")

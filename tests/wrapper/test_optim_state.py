@@ -62,9 +62,6 @@ def by_name(model: nn.Module, optimizer: Optimizer) -> Any:
     )
 
 
-# -- as torch --------------------------------------------------------------------------------------------------------
-
-
 @ranks(1, 2, 3)
 @first_of("optimizer", "Adam", *(each for each in OPTIMIZERS if each != "Adam"))
 @both_ways
@@ -119,9 +116,6 @@ def test_what_is_loaded_is_that_of_torch(world: World, use_orig_params: bool, bu
     assert_same(loaded[0], loaded[1])
 
 
-# -- save, load and train on -----------------------------------------------------------------------------------------
-
-
 @ranks(1, 2, 3)
 @pytest.mark.parametrize(("kind", "offload"), [("FULL", False), ("FULL", True), ("SHARDED", True), ("LOCAL", False)])
 @pytest.mark.parametrize("read", SHARDINGS)
@@ -129,17 +123,14 @@ def test_what_is_loaded_is_that_of_torch(world: World, use_orig_params: bool, bu
 def test_training_goes_on_as_if_never_interrupted(
     world: World, kind: str, offload: bool, written: str, read: str
 ) -> None:
-    first = wrapped(use_orig_params=SHARDINGS[written])
-    stepped = optimizer_of(first, "AdamW")
-    choose(OURS, first, kind, offload_to_cpu=offload)
+    models = [wrapped(use_orig_params=SHARDINGS[each]) for each in (written, read)]
+    first, second = models
+    stepped, fresh = (optimizer_of(model, "AdamW") for model in models)
     train(first, stepped, range(2), world.rank)
-    saved = to_dict(first, stepped)
-
-    second = wrapped(use_orig_params=SHARDINGS[read])
-    copy_parameters(first, second)
-    fresh = optimizer_of(second, "AdamW")
-    choose(OURS, second, kind, offload_to_cpu=offload)
-    to_load(second, fresh, saved, load_directly=True)
+    second.load_state_dict(first.state_dict())
+    for model in models:
+        choose(OURS, model, kind, offload_to_cpu=offload)
+    to_load(second, fresh, to_dict(first, stepped), load_directly=True)
     steps = range(2, 5)
     assert train(second, fresh, steps, world.rank) == pytest.approx(train(first, stepped, steps, world.rank), rel=1e-6)
 
@@ -159,22 +150,6 @@ def test_a_state_from_before_the_first_step_changes_no_step(world: World, use_or
         assert losses[0] == losses[1], build
 
 
-def copy_parameters(source: Any, target: Any) -> None:
-    with OURS.wrap.summon_full_params(source):
-        values = {name: param.detach().clone() for name, param in source.named_parameters()}
-    with OURS.wrap.summon_full_params(target):
-        for name, param in target.named_parameters():
-            param.data.copy_(values[name])
-
-
-def plain_copy(source: Any) -> nn.Module:
-    model = seeded(MLP)
-    with OURS.wrap.summon_full_params(source, writeback=False):
-        for name, param in source.named_parameters():
-            model.get_parameter(name).data.copy_(param)
-    return model
-
-
 @ranks(2)
 @both_ways
 @first_of("optimizer", "AdamW", "momentum")
@@ -182,7 +157,8 @@ def test_a_model_without_sharding_goes_on(world: World, use_orig_params: bool, o
     model = wrapped(use_orig_params=use_orig_params)
     stepped = optimizer_of(model, optimizer)
     train(model, stepped, range(2))
-    plain = plain_copy(model)
+    plain = seeded(MLP)
+    plain.load_state_dict(model.state_dict())
     fresh = optimizer_of(plain, optimizer)
     saved = to_dict(model, stepped)
     ids = OptimStateMethods.rekey_optim_state_dict(saved, OURS.settings.OptimStateKeyType.PARAM_ID, plain, optim=fresh)

@@ -61,9 +61,6 @@ def pair(name: str) -> tuple[Any, Any]:
     return getattr(settings, name), getattr(torch_fsdp, name)
 
 
-# -- what they are called ------------------------------------------------------------------------------------------
-
-
 def test_members_and_values_are_torchs_and_both_are_accepted() -> None:
     for name in ENUMS:
         ours, theirs = pair(name)
@@ -92,9 +89,6 @@ def test_data_is_writable_comparable_and_survives_copies() -> None:
             setattr(ours, field.name, not getattr(ours, field.name))
         assert ours != type(ours)()
         assert copy.deepcopy(ours) == ours == pickle.loads(pickle.dumps(ours))
-
-
-# -- what they refuse ----------------------------------------------------------------------------------------------
 
 
 def test_a_switch_is_a_bool() -> None:
@@ -146,9 +140,6 @@ def test_settings_refuse_what_stands_in_the_wrong_place() -> None:
         given[place] = given[place - 1]
         with pytest.raises(TypeError, match=field.name):
             StateDictSettings(*given)
-
-
-# -- what is accepted ----------------------------------------------------------------------------------------------
 
 
 def test_mixed_precision_of_torch_keeps_every_field() -> None:
