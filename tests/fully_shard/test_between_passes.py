@@ -122,10 +122,10 @@ def run(program: Program, evaluate: Callable[[Program, Tensor], None], act: Call
             act(program)
 
 
-def check(program: Program, reference: Program) -> None:
+def check(program: Program, reference: Program, what: str) -> None:
     for (name, found), (_, expected) in zip(program.each(), reference.each(), strict=True):
         assert found.requires_grad == expected.requires_grad, name
-        assert_close(whole(found), expected, name)
+        assert_close(whole(found), expected, f"{name} after {what}")
     if reference.norm is not None:
         assert_close(whole(program.norm), reference.norm, "norm")
 
@@ -136,7 +136,7 @@ def compare(transport: str, options: dict[str, Any], do: Callable[[Program], Non
         program, reference = Program(shard_mlp(**options)), Program(seeded(MLP))
         for each in (program, reference):
             do(each)
-        check(program, reference)
+        check(program, reference, str(do))
 
 
 OPTIONS = pytest.mark.parametrize(
