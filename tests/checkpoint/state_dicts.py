@@ -7,18 +7,15 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.harness import World
 from tests.harness.models import seeded
-from tests.harness.wrapper import HYBRID, STRATEGIES, wrap
+from tests.harness.wrapper import HYBRID, wrap
 
 KINDS = ("FULL", "SHARDED", "LOCAL")
-EACH_KIND = pytest.mark.parametrize("kind", KINDS)
-EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 class Net(nn.Module):

@@ -39,13 +39,27 @@ class Library:
 
 
 OURS = Library("fullshard")
-BOTH = pytest.mark.parametrize("fsdp", [Library(name) for name in LIBRARIES], ids=list(LIBRARIES))
+
+
+def _either(names: list[str]) -> pytest.MarkDecorator:
+    """The libraries of these names; torch's in the long lane alone, for it proves the test."""
+    marks = {"torch": pytest.mark.slow}
+    cases = [pytest.param(Library(name), id=name, marks=marks.get(name, ())) for name in names]
+    return pytest.mark.parametrize("fsdp", cases)
+
+
+BOTH = _either(list(LIBRARIES))
 
 
 def both_with(method: str) -> pytest.MarkDecorator:
     """The same, without a torch whose sharded modules do not have a method yet."""
-    names = [name for name, library in LIBRARIES.items() if hasattr(library.FSDPModule, method)]
-    return pytest.mark.parametrize("fsdp", [Library(name) for name in names], ids=names)
+    return _either([name for name, library in LIBRARIES.items() if hasattr(library.FSDPModule, method)])
+
+
+def first_of(name: str, *values: Any, quick: int = 1) -> pytest.MarkDecorator:
+    """A parameter of which the quick lane has the first value or values, and the long lane all."""
+    others = [pytest.param(value, marks=pytest.mark.slow) for value in values[quick:]]
+    return pytest.mark.parametrize(name, [*values[:quick], *others])
 
 
 #: For tests of slots that keep their memory, and of gradients in memory that ranks share.

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 import fullshard
-from tests.fully_shard.cases import assert_close, environment, inputs
+from tests.fully_shard.cases import assert_close, environment, first_of, inputs
 from tests.harness import World, ranks
+from tests.harness.compare import each_block
 from tests.harness.models import seeded
 
 
@@ -76,18 +77,18 @@ CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Any, Any]] = {
 
 @ranks(2)
 @pytest.mark.parametrize("precision", [None, torch.float64], ids=str)
-@pytest.mark.parametrize("kind", CONTAINERS)
-def test_what_a_forward_adds_to_its_arguments_arrives(world: World, kind: str, precision: Any) -> None:
-    model, reference = (seeded(lambda: Stack(*CONTAINERS[kind])) for _ in range(2))
-    policy = fullshard.MixedPrecisionPolicy(param_dtype=precision)
-    for module in (*model.blocks, model):
-        fullshard.fully_shard(module, mp_policy=policy)
-    found, expected = model(inputs().requires_grad_()), reference(inputs())
-    found.backward()
-    expected.backward()
-    assert_close(found.float(), expected, "loss")
-    for block, other in zip(model.blocks, reference.blocks, strict=True):
-        assert_close(block.linear.weight.grad.full_tensor(), other.linear.weight.grad, "gradient")
+def test_what_a_forward_adds_to_its_arguments_arrives(world: World, precision: Any) -> None:
+    for kind, container in CONTAINERS.items():
+        model, reference = (seeded(lambda c=container: Stack(*c)) for _ in range(2))  # type: ignore[misc]
+        policy = fullshard.MixedPrecisionPolicy(param_dtype=precision)
+        for module in (*model.blocks, model):
+            fullshard.fully_shard(module, mp_policy=policy)
+        found, expected = model(inputs().requires_grad_()), reference(inputs())
+        found.backward()
+        expected.backward()
+        assert_close(found.float(), expected, f"loss with {kind}")
+        for block, other in zip(model.blocks, reference.blocks, strict=True):
+            assert_close(block.linear.weight.grad.full_tensor(), other.linear.weight.grad, f"gradient with {kind}")
 
 
 @ranks(2)
@@ -132,32 +133,29 @@ class Holder:
         self.held = held
 
 
-HIDDEN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
-    "object": (lambda normal: normal, lambda found: found.scale),
-    "nested": (lambda normal: Holder((normal, [normal.scale])), lambda found: found.held[1][0]),
-    "set": (lambda normal: {normal.scale}, lambda found: next(iter(found))),
-}
+#: How a block hides a distribution, and what shows its scale.
+HIDDEN: list[tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = [
+    (lambda normal: normal, lambda found: found.scale),
+    (lambda normal: Holder((normal, [normal.scale])), lambda found: found.held[1][0]),
+    (lambda normal: {normal.scale}, lambda found: next(iter(found))),
+]
 
 
 @ranks(2)
 @pytest.mark.parametrize("transport", ["shm", "p2p"])
 @pytest.mark.parametrize("with_grad", [True, False])
-@pytest.mark.parametrize("how", HIDDEN)
-def test_a_view_of_a_parameter_in_an_object_keeps_its_values(
-    world: World, transport: str, with_grad: bool, how: str
-) -> None:
-    hide, show = HIDDEN[how]
-    with environment(FULLSHARD_TRANSPORT=transport), torch.set_grad_enabled(with_grad):
-        model, reference = (seeded(lambda: Distributions(hide)) for _ in range(2))
-        for module in (*model.blocks, model):
-            fullshard.fully_shard(module)
-        for _ in range(2):
-            for found, expected in zip(model(inputs()), reference(inputs()), strict=True):
-                assert_close(show(found), show(expected), "scale")
+def test_a_view_of_a_parameter_in_an_object_keeps_its_values(world: World, transport: str, with_grad: bool) -> None:
+    for hide, show in HIDDEN:
+        with environment(FULLSHARD_TRANSPORT=transport), torch.set_grad_enabled(with_grad):
+            model, reference = (seeded(lambda h=hide: Distributions(h)) for _ in range(2))  # type: ignore[misc]
+            each_block()(fullshard, model)
+            for _ in range(2):
+                for found, expected in zip(model(inputs()), reference(inputs()), strict=True):
+                    assert_close(show(found), show(expected), "scale")
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
+@first_of("transport", "shm", "p2p", "collective", quick=2)
 def test_a_write_to_a_parameter_that_was_kept_is_refused_by_name(world: World, transport: str) -> None:
     with environment(FULLSHARD_TRANSPORT=transport):
         model: Any = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))

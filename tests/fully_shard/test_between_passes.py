@@ -6,19 +6,20 @@ The reference is the same program on the unsharded model: it knows no passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import fullshard
-from tests.fully_shard.cases import assert_close, environment, inputs
+from tests.fully_shard.cases import assert_close, environment, first_of, inputs, shard_mlp
 from tests.harness import World, ranks
+from tests.harness.compare import whole
 from tests.harness.models import MLP, seeded
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "p2p"])
+TRANSPORTS = first_of("transport", "shm", "p2p")
 
 
 class Program:
@@ -73,11 +74,6 @@ def unfreeze(program: Program) -> None:
     program.model.requires_grad_(True)
 
 
-def freeze_first(program: Program) -> None:
-    """The block begins frozen, for :func:`unfreeze`."""
-    freeze(program)
-
-
 def clip(program: Program) -> None:
     program.norm = nn.utils.clip_grad_norm_(program.model.parameters(), 1e-3)
 
@@ -86,17 +82,9 @@ def optimize_anew(program: Program) -> None:
     program.optimizer = torch.optim.SGD(program.model.parameters(), lr=0.05)
 
 
-ACTS = [
-    clamp,
-    decay_a_module,
-    restore_through_data,
-    scale_through_data,
-    assign_data,
-    freeze,
-    unfreeze,
-    clip,
-    optimize_anew,
-]
+ACTS = (
+    clamp, decay_a_module, restore_through_data, scale_through_data, assign_data, freeze, unfreeze, clip, optimize_anew,
+)  # fmt: skip
 
 
 def no_grad(program: Program, x: Tensor) -> None:
@@ -119,12 +107,9 @@ def with_gradients(program: Program, x: Tensor) -> None:
     program.held = program.model(x)
 
 
-EVALUATIONS = [no_grad, inference, in_eval_mode]
-
-
 def run(program: Program, evaluate: Callable[[Program, Tensor], None], act: Callable[[Program], None]) -> None:
     if act is unfreeze:
-        freeze_first(program)
+        freeze(program)
     for step in range(3):
         program.model(inputs(step)).square().mean().backward()
         evaluate(program, inputs(7))
@@ -137,31 +122,21 @@ def run(program: Program, evaluate: Callable[[Program, Tensor], None], act: Call
             act(program)
 
 
-def whole(param: Any) -> Tensor:
-    return param.full_tensor() if isinstance(param, DTensor) else param
-
-
-def check(program: Program, reference: Program) -> None:
+def check(program: Program, reference: Program, what: str) -> None:
     for (name, found), (_, expected) in zip(program.each(), reference.each(), strict=True):
         assert found.requires_grad == expected.requires_grad, name
-        assert_close(whole(found.detach()), expected, name)
+        assert_close(whole(found), expected, f"{name} after {what}")
     if reference.norm is not None:
         assert_close(whole(program.norm), reference.norm, "norm")
-
-
-def shard(model: nn.Module, **options: Any) -> nn.Module:
-    for module in (*model.blocks, model):  # type: ignore[misc]
-        fullshard.fully_shard(module, **options)
-    return model
 
 
 def compare(transport: str, options: dict[str, Any], do: Callable[[Program], None]) -> None:
     """The same on a sharded model and on the unsharded one, which are equal afterwards."""
     with environment(FULLSHARD_TRANSPORT=transport):
-        program, reference = Program(shard(seeded(MLP), **options)), Program(seeded(MLP))
+        program, reference = Program(shard_mlp(**options)), Program(seeded(MLP))
         for each in (program, reference):
             do(each)
-        check(program, reference)
+        check(program, reference, str(do))
 
 
 OPTIONS = pytest.mark.parametrize(
@@ -172,23 +147,45 @@ OPTIONS = pytest.mark.parametrize(
 @ranks(2)
 @TRANSPORTS
 @OPTIONS
-@pytest.mark.parametrize("evaluate", EVALUATIONS, ids=lambda each: each.__name__)
-@pytest.mark.parametrize("act", ACTS, ids=lambda each: each.__name__)
+@first_of("evaluate", no_grad, inference, in_eval_mode)
 def test_what_is_done_after_an_evaluation_lasts(
-    world: World, transport: str, options: dict[str, Any], evaluate: Any, act: Any
+    world: World, transport: str, options: dict[str, Any], evaluate: Any
 ) -> None:
-    compare(transport, options, lambda program: run(program, evaluate, act))
+    for act in ACTS:
+        compare(transport, options, partial(run, evaluate=evaluate, act=act))
 
 
 @ranks(2)
 @TRANSPORTS
 @OPTIONS
-@pytest.mark.parametrize("act", [clamp, decay_a_module, assign_data, freeze, unfreeze], ids=lambda each: each.__name__)
-def test_what_is_done_to_whole_parameters_lasts(
-    world: World, transport: str, options: dict[str, Any], act: Any
-) -> None:
+def test_what_is_done_to_whole_parameters_lasts(world: World, transport: str, options: dict[str, Any]) -> None:
     """After a forward with gradients modules show whole parameters, as a backward may follow."""
-    compare(transport, options, lambda program: run(program, with_gradients, act))
+    for act in (clamp, decay_a_module, assign_data, freeze, unfreeze):
+        compare(transport, options, partial(run, evaluate=with_gradients, act=act))
+
+
+def bias_between_forward_and_backward(program: Program) -> None:
+    for step in range(2):
+        loss = program.model(inputs(step)).square().mean()
+        with torch.no_grad():
+            module: Any = program.model.get_submodule("blocks.3.0")
+            module.bias.mul_(0.5)  # autograd saved nothing of it
+            module.bias.requires_grad_(step == 1)
+        loss.backward()
+        program.optimizer.step()
+        program.optimizer.zero_grad()
+
+
+def graph_from_before_resharding_by_hand(program: Program) -> None:
+    model: Any = program.model
+    for step in range(3):
+        loss = model(inputs(step)).square().mean()
+        if isinstance(model, fullshard.FSDPModule):
+            model.reshard()
+        loss.backward()
+        inference(program, inputs(7))
+        program.optimizer.step()
+        program.optimizer.zero_grad()
 
 
 @ranks(2)
@@ -197,44 +194,14 @@ def test_what_is_done_to_whole_parameters_lasts(
 def test_what_is_done_between_a_forward_and_its_backward_lasts(
     world: World, transport: str, options: dict[str, Any]
 ) -> None:
-    def steps(program: Program) -> None:
-        for step in range(2):
-            loss = program.model(inputs(step)).square().mean()
-            with torch.no_grad():
-                module: Any = program.model.get_submodule("blocks.3.0")
-                module.bias.mul_(0.5)  # autograd saved nothing of it
-                module.bias.requires_grad_(step == 1)
-            loss.backward()
-            program.optimizer.step()
-            program.optimizer.zero_grad()
-
-    compare(transport, options, steps)
-
-
-@ranks(2)
-@TRANSPORTS
-@OPTIONS
-def test_a_graph_from_before_resharding_by_hand_is_still_right(
-    world: World, transport: str, options: dict[str, Any]
-) -> None:
-    def steps(program: Program) -> None:
-        model: Any = program.model
-        for step in range(3):
-            loss = model(inputs(step)).square().mean()
-            if isinstance(model, fullshard.FSDPModule):
-                model.reshard()
-            loss.backward()
-            inference(program, inputs(7))
-            program.optimizer.step()
-            program.optimizer.zero_grad()
-
-    compare(transport, options, steps)
+    for steps in (bias_between_forward_and_backward, graph_from_before_resharding_by_hand):
+        compare(transport, options, steps)
 
 
 @ranks(2)
 def test_elements_that_nobody_wrote_keep_their_precision(world: World) -> None:
     policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model: Any = shard(seeded(MLP), mp_policy=policy, reshard_after_forward=False)
+    model = shard_mlp(mp_policy=policy, reshard_after_forward=False)
     before = {name: whole(param).clone() for name, param in model.named_parameters()}
     held = model(inputs())
     with torch.no_grad():

@@ -22,13 +22,14 @@ from tests.fully_shard.cases import (
     Twins,
     assert_close,
     both_with,
+    first_of,
     groups_of,
     inputs,
     shard_mlp,
     slots_in_use,
     twins,
 )
-from tests.harness import World, ranks
+from tests.harness import World, fake_world, ranks
 from tests.harness.compare import each_block, whole
 from tests.harness.models import MLP, seeded
 
@@ -140,61 +141,38 @@ def test_custom_collectives_with_several_groups(world: World) -> None:
 
 
 @ranks(2)
-def test_custom_collectives_may_be_set_between_steps(world: World) -> None:
-    pair = twins(world)
-    pair.step()
-    gather, reduce = CountingAllGather(), CountingReduceScatter()
-    for block in pair.sharded.blocks:
-        block.set_custom_all_gather(gather)
-        block.set_custom_reduce_scatter(reduce)
-    pair.step()
-    assert gather.calls > 0
-    assert reduce.calls == len(pair.sharded.blocks)
-    pair.step()
-
-
-@ranks(2)
 @BOTH
-def test_an_all_reduce_hook_sees_what_was_reduced(world: World, fsdp: Library) -> None:
+def test_an_all_reduce_hook_sees_what_was_reduced_and_may_change_it(world: World, fsdp: Library) -> None:
     seen: list[Tensor] = []
-    model = shard_mlp(fsdp)
-    model.blocks[0].set_all_reduce_hook(lambda output: seen.append(output.clone()))
-    model(inputs()).sum().backward()
-    assert len(seen) == 1
-    assert seen[0].ndim == 1
-    assert seen[0].numel() >= 7 * 7 / world.size
-
-
-@ranks(2)
-@BOTH
-def test_an_all_reduce_hook_may_change_gradients(world: World, fsdp: Library) -> None:
     model, reference = shard_mlp(fsdp), seeded(MLP)
-    model.blocks[0].set_all_reduce_hook(lambda output: output.mul_(3))
+    model.blocks[0].set_all_reduce_hook(lambda output: (seen.append(output.clone()), output.mul_(3)))
     weights = model.blocks[0][0].weight, model.blocks[1][0].weight
     model(inputs()).sum().backward()
     reference(inputs()).sum().backward()
+    assert len(seen) == 1
+    assert seen[0].ndim == 1
+    assert seen[0].numel() >= 7 * 7 / world.size
     assert_close(whole(weights[0].grad), 3 * reference.blocks[0][0].weight.grad, "gradient")
     assert_close(whole(weights[1].grad), reference.blocks[1][0].weight.grad, "gradient of another group")
 
 
 @ranks(2)
-def test_the_stream_of_a_hook_is_refused_with_replicas(world: World) -> None:
-    model = shard_mlp(mesh=world.mesh(2, 1, names=("replicate", "shard")))
-    with pytest.raises(ValueError, match="stream"):
-        model.set_all_reduce_hook(lambda output: None, stream=object())
-
-
-@ranks(2)
 @BOTH
-def test_gradient_divide_factor_of_one_module(world: World, fsdp: Library) -> None:
-    model, reference = shard_mlp(fsdp), seeded(MLP)
-    model.blocks[0].set_gradient_divide_factor(5.0)
-    model.blocks[0].set_force_sum_reduction_for_comms(True)
-    weights = model.blocks[0][0].weight, model.blocks[1][0].weight
-    model(inputs()).sum().backward()
-    reference(inputs()).sum().backward()
-    assert_close(whole(weights[0].grad), reference.blocks[0][0].weight.grad * 2 / 5, "gradient")
-    assert_close(whole(weights[1].grad), reference.blocks[1][0].weight.grad, "gradient of another group")
+def test_gradient_divide_factor_and_forced_sums_of_one_module(world: World, fsdp: Library) -> None:
+    for factor in (5.0, None):
+        model, reference = shard_mlp(fsdp), seeded(MLP)
+        reduce = SumsOnly()
+        if factor is None:
+            model.blocks[0].set_custom_reduce_scatter(reduce)
+        else:
+            model.blocks[0].set_gradient_divide_factor(factor)
+        model.blocks[0].set_force_sum_reduction_for_comms(True)
+        weights = model.blocks[0][0].weight, model.blocks[1][0].weight
+        model(inputs()).sum().backward()
+        reference(inputs()).sum().backward()
+        assert reduce.calls == (factor is None)
+        assert_close(whole(weights[0].grad), reference.blocks[0][0].weight.grad * 2 / (factor or 2), "gradient")
+        assert_close(whole(weights[1].grad), reference.blocks[1][0].weight.grad, "gradient of another group")
 
 
 @ranks(1)
@@ -209,13 +187,6 @@ def test_the_old_name_of_the_divide_factor_is_deprecated(world: World, fsdp: Lib
     assert_close(whole(scale.grad), reference.scale.grad / 4, "gradient")
 
 
-@ranks(1)
-@pytest.mark.parametrize("factor", [0.0, -2.0])
-def test_a_divide_factor_is_positive(world: World, factor: float) -> None:
-    with pytest.raises(ValueError, match="positive"):
-        shard_mlp().set_gradient_divide_factor(factor)
-
-
 class SumsOnly(CountingReduceScatter):
     """Notices every other operation than a plain sum."""
 
@@ -225,40 +196,26 @@ class SumsOnly(CountingReduceScatter):
 
 
 @ranks(2)
-@BOTH
-def test_forced_sums_are_scaled_apart(world: World, fsdp: Library) -> None:
-    model, reference = shard_mlp(fsdp), seeded(MLP)
-    reduce = SumsOnly()
-    model.blocks[0].set_custom_reduce_scatter(reduce)
-    model.blocks[0].set_force_sum_reduction_for_comms(True)
-    weight = model.blocks[0][0].weight
-    model(inputs()).sum().backward()
-    reference(inputs()).sum().backward()
-    assert reduce.calls == 1
-    assert_close(whole(weight.grad), reference.blocks[0][0].weight.grad, "gradient")
+def test_transports_are_told_of_forced_sums(world: World) -> None:
+    for forced in (True, False):
+        model = shard_mlp()
+        model.blocks[0].set_force_sum_reduction_for_comms(forced)
+        (group,) = groups_of(model.blocks[0])
+        seen: list[Reduction] = []
 
+        class Listening(CollectiveTransport):
+            def reduce_route(self, *args: Any, seen: list[Reduction] = seen) -> Any:
+                route = super().reduce_route(*args)
 
-@ranks(2)
-@pytest.mark.parametrize("forced", [True, False])
-def test_transports_are_told_of_forced_sums(world: World, forced: bool) -> None:
-    model = shard_mlp()
-    model.blocks[0].set_force_sum_reduction_for_comms(forced)
-    (group,) = groups_of(model.blocks[0])
-    seen: list[Reduction] = []
+                def start(shards: Any, reduction: Reduction) -> Any:
+                    seen.append(reduction)
+                    return route.start(shards, reduction)
 
-    class Listening(CollectiveTransport):
-        def reduce_route(self, *args: Any) -> Any:
-            route = super().reduce_route(*args)
+                return SimpleNamespace(start=start)
 
-            def start(shards: Any, reduction: Reduction) -> Any:
-                seen.append(reduction)
-                return route.start(shards, reduction)
-
-            return SimpleNamespace(start=start)
-
-    group.use_transport(reduce=Listening())
-    model(inputs()).sum().backward()
-    assert seen == [Reduction(2.0, forced)]
+        group.use_transport(reduce=Listening())
+        model(inputs()).sum().backward()
+        assert seen == [Reduction(2.0, forced)]
 
 
 class Switch(nn.Module):
@@ -274,7 +231,7 @@ class Switch(nn.Module):
 
 @ranks(2)
 @both_with("set_reduce_scatter_unused_params")
-@pytest.mark.parametrize("recurse", [True, False])
+@first_of("recurse", False, True)
 def test_unused_parameters_get_zeros_on_request(world: World, fsdp: Library, recurse: bool) -> None:
     model = Switch()
     model.inner = Switch()
@@ -329,7 +286,7 @@ def test_the_memory_of_a_users_gather_is_let_go_when_the_values_have_arrived(wor
 
 
 @ranks(2)
-@pytest.mark.parametrize("count", [1, 2, 3])
+@first_of("count", 2, 1, 3)
 def test_so_many_gradient_buffers_are_in_use_at_once(world: World, count: int) -> None:
     def build() -> Any:
         model = nn.Module()
@@ -352,14 +309,6 @@ def test_so_many_gradient_buffers_are_in_use_at_once(world: World, count: int) -
     assert most == count
 
 
-@ranks(1)
-@both_with("set_reduce_scatter_max_input_buffers")
-@pytest.mark.parametrize(("count", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError), (1.5, TypeError)])
-def test_the_number_of_gradient_buffers_is_checked(world: World, fsdp: Library, count: Any, error: type) -> None:
-    with pytest.raises(error, match="max_input_buffers"):
-        shard_mlp(fsdp).set_reduce_scatter_max_input_buffers(count)
-
-
 @ranks(2)
 def test_reductions_may_have_a_process_group_of_their_own(world: World) -> None:
     pair = twins(world)
@@ -372,13 +321,8 @@ def test_reductions_may_have_a_process_group_of_their_own(world: World) -> None:
     pair.sharded.set_separate_reduce_scatter_group(False)
     assert {group.reduce_process_group for group in groups} == {groups[0].data.shard_group}
     pair.step()
-
-
-@ranks(2)
-def test_a_process_group_of_their_own_for_one_module(world: World) -> None:
-    pair = twins(world)
     pair.sharded.set_separate_reduce_scatter_group(recurse=False)
-    apart = [group.reduce_process_group is not group.data.shard_group for group in groups_of(pair.sharded)]
+    apart = [group.reduce_process_group is not group.data.shard_group for group in groups]
     assert apart == [True, False, False, False, False]
     pair.step()
 
@@ -387,33 +331,31 @@ def test_a_process_group_of_their_own_for_one_module(world: World) -> None:
 @BOTH
 def test_where_the_process_group_allocates_nothing_memory_comes_from_where_it_did(world: World, fsdp: Library) -> None:
     model = shard_mlp(fsdp)
-    for module in (model, *model.blocks):
-        module.set_allocate_memory_from_process_group_for_comm(True)
-    Twins(world, model, seeded(MLP)).step()
+    pair = Twins(world, model, seeded(MLP))
+    for enable in (True, False):
+        for module in (model, *model.blocks):
+            module.set_allocate_memory_from_process_group_for_comm(enable)
+        pair.step()
 
 
-@ranks(2)
-def test_memory_from_the_process_group_can_be_switched_off_again(world: World) -> None:
-    pair = twins(world)
-    pair.sharded.set_allocate_memory_from_process_group_for_comm(False)
-    pair.step()
-
-
-@ranks(2)
-def test_symmetric_memory_knows_only_nccl(world: World) -> None:
-    with pytest.raises(ValueError, match="NCCL"):
-        shard_mlp().set_symm_mem_for_comm("MPI")
-
-
-@ranks(2)
 @both_with("set_symm_mem_for_comm")
-def test_process_group_memory_and_custom_collectives_exclude_each_other(world: World, fsdp: Library) -> None:
-    model = shard_mlp(fsdp)
-    model.set_custom_all_gather(CountingAllGather())
-    with pytest.raises(AssertionError):
-        model.set_allocate_memory_from_process_group_for_comm(True)
-    with pytest.raises(AssertionError):
-        model.set_symm_mem_for_comm()
+def test_process_group_memory_and_custom_collectives_exclude_each_other(fsdp: Library) -> None:
+    with fake_world(2):
+        model = shard_mlp(fsdp)
+        model.set_custom_all_gather(CountingAllGather())
+        with pytest.raises(AssertionError):
+            model.set_allocate_memory_from_process_group_for_comm(True)
+        with pytest.raises(AssertionError):
+            model.set_symm_mem_for_comm()
+
+
+def test_what_only_nccl_has_and_streams_of_replicas_are_refused() -> None:
+    with fake_world(2) as world:
+        model = shard_mlp(mesh=world.mesh(2, 1, names=("replicate", "shard")))
+        with pytest.raises(ValueError, match="NCCL"):
+            model.set_symm_mem_for_comm("MPI")
+        with pytest.raises(ValueError, match="stream"):
+            model.set_all_reduce_hook(lambda output: None, stream=object())
 
 
 @ranks(2, fresh=True)
@@ -449,7 +391,7 @@ class Mixed(nn.Module):
 
 
 @ranks(2, 3, transport="collective")
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float64], ids=str)
+@first_of("reduce_dtype", torch.float64, None)
 def test_large_parameters_beside_small_ones_train_as_unsharded(world: World, reduce_dtype: torch.dtype | None) -> None:
     reference, model = seeded(Mixed), seeded(Mixed)
     fullshard.fully_shard(model, mp_policy=fullshard.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))

@@ -6,30 +6,29 @@ import math
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fullshard
+import fullshard.wrap
 from fullshard.group.strategy import Placement
-from fullshard.wrap import ModuleWrapPolicy
 from tests.fully_shard.cases import (
     BOTH,
     Library,
-    Recorder,
     Twins,
     are_sharded,
     assert_close,
+    first_of,
     groups_of,
     inputs,
     shard_mlp,
     twins,
 )
-from tests.harness import World, ranks
-from tests.harness.compare import each_block, sgd, whole
+from tests.harness import World, fake_world, ranks
+from tests.harness.compare import each_block, whole
 from tests.harness.models import MLP, Block, Transformer, seeded
 
 
@@ -39,26 +38,19 @@ def tokens(seed: int) -> Tensor:
 
 
 @ranks(2, timeout=120)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("when", ["before sharding", "after sharding"])
-def test_compiled_blocks(world: World, backend: str, when: str) -> None:
+@first_of("when", "a whole model", "blocks before sharding", "blocks after sharding")
+@first_of("backend", "aot_eager", "eager")
+def test_compiled(world: World, backend: str, when: str) -> None:
     model, reference = seeded(lambda: MLP((6, 6, 6))), seeded(lambda: MLP((6, 6, 6)))
     for block in model.blocks:
-        if when == "before sharding":
+        if when == "blocks before sharding":
             block.compile(backend=backend)
         fullshard.fully_shard(block, reshard_after_forward=True)
-        if when == "after sharding":
+        if when == "blocks after sharding":
             block.compile(backend=backend)
     fullshard.fully_shard(model)
-    pair = Twins(world, model, reference)
-    for _ in range(3):
-        pair.step()
-
-
-@ranks(2, timeout=120)
-def test_a_compiled_model(world: World) -> None:
-    model, reference = shard_mlp(), seeded(MLP)
-    model.compile(backend="aot_eager")
+    if when == "a whole model":
+        model.compile(backend=backend)
     pair = Twins(world, model, reference)
     for _ in range(3):
         pair.step()
@@ -66,66 +58,18 @@ def test_a_compiled_model(world: World) -> None:
 
 @ranks(2)
 @BOTH
-@pytest.mark.parametrize("norm", [1.0, 2.0, math.inf])
-def test_gradients_are_clipped(world: World, fsdp: Library, norm: float) -> None:
-    model, reference = shard_mlp(fsdp), seeded(MLP)
-    parameters = list(model.parameters())
-    for each in (model, reference):
-        each(inputs()).sum().backward()
-    found = nn.utils.clip_grad_norm_(parameters, 0.1, norm)
-    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm)
-    assert isinstance(found, DTensor)
-    assert_close(found.full_tensor(), expected, "norm")
-    for parameter, other in zip(parameters, reference.parameters(), strict=True):
-        assert_close(whole(parameter.grad), other.grad, "clipped gradient")
-
-
-@ranks(2)
-@BOTH
-def test_a_gradient_scaler_skips_a_step_on_all_ranks(world: World, fsdp: Library) -> None:
-    model = shard_mlp(fsdp)
-    optimizer = sgd(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    before = [whole(parameter) for parameter in model.parameters()]
-    for overflow in (True, False):
-        batch = inputs() * (math.inf if overflow and world.rank == 0 else 1)
-        scaler.scale(model(batch).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        model.reshard()
-        same = [torch.equal(whole(parameter), old) for parameter, old in zip(model.parameters(), before, strict=True)]
-        assert all(same) is overflow
-    assert scaler.get_scale() == 4.0
-
-
-@ranks(2)
-@BOTH
-def test_autocast_computes_in_its_dtype_and_reduces_in_the_original(world: World, fsdp: Library) -> None:
-    model = shard_mlp(fsdp)
-    weight = model.blocks[0][0].weight
-    seen: list[torch.dtype] = []
-    model.blocks[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(inputs()).sum()
-    loss.backward()
-    assert seen == [torch.bfloat16]
-    assert weight.grad.dtype is torch.float32
-
-
-@ranks(2)
-@BOTH
-@pytest.mark.parametrize("reshard", [True, False])
-def test_checkpoint_wrapped_blocks(world: World, fsdp: Library, reshard: bool) -> None:
-    model, reference = seeded(Transformer), seeded(Transformer)
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = fsdp.fully_shard(checkpoint_wrapper(block), reshard_after_forward=reshard)
-    fsdp.fully_shard(model)
-    parameters = list(model.parameters())
-    for each in (model, reference):
-        each(tokens(0)).square().mean().backward()
-    for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-        assert_close(whole(parameter.grad), expected.grad, "gradient")
+def test_gradients_are_clipped(world: World, fsdp: Library) -> None:
+    for norm in (1.0, 2.0, math.inf):
+        model, reference = shard_mlp(fsdp), seeded(MLP)
+        parameters = list(model.parameters())
+        for each in (model, reference):
+            each(inputs()).sum().backward()
+        found = nn.utils.clip_grad_norm_(parameters, 0.1, norm)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm)
+        assert isinstance(found, DTensor)
+        assert_close(found.full_tensor(), expected, "norm")
+        for parameter, other in zip(parameters, reference.parameters(), strict=True):
+            assert_close(whole(parameter.grad), other.grad, "clipped gradient")
 
 
 @ranks(2)
@@ -154,7 +98,7 @@ def test_checkpoints_that_do_not_stop_early(world: World) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+@first_of("checkpointing", "non-reentrant", "reentrant", "none")
 def test_dropout_is_the_same_in_a_recomputation(world: World, checkpointing: Any) -> None:
     class Dropping(Transformer):
         def __init__(self) -> None:
@@ -182,58 +126,37 @@ def test_the_blocks_of_a_model_are_found(world: World) -> None:
     Twins(world, model, reference).step(batch=tokens)
 
 
-@ranks(2)
-def test_the_options_of_found_blocks_are_those_of_the_call(world: World) -> None:
-    model = seeded(Transformer)
-    fullshard.fully_shard_blocks(
-        model, reshard_after_forward=False, mp_policy=fullshard.MixedPrecisionPolicy(torch.bfloat16)
-    )
-    for group in groups_of(model):
-        assert group.options.strategy.after_forward is Placement.REPLICATED
-        assert group.options.mp_policy.param_dtype is torch.bfloat16
+def test_found_blocks_have_the_options_of_the_call_unless_they_are_sharded_already() -> None:
+    with fake_world(2):
+        model = seeded(Transformer)
+        fullshard.fully_shard(model.blocks[0])
+        state, kept = fullshard.fully_shard.state(model.blocks[0]), groups_of(model.blocks[0])
+        policy = fullshard.MixedPrecisionPolicy(torch.bfloat16)
+        fullshard.fully_shard_blocks(model, reshard_after_forward=False, mp_policy=policy)
+        assert fullshard.fully_shard.state(model.blocks[0]) is state
+        for group in groups_of(model):
+            is_new = group not in kept
+            assert (group.options.strategy.after_forward is Placement.REPLICATED) is is_new
+            assert (group.options.mp_policy.param_dtype is torch.bfloat16) is is_new
 
 
 @ranks(2)
-def test_found_blocks_that_are_sharded_already_are_left_alone(world: World) -> None:
-    model = seeded(Transformer)
-    fullshard.fully_shard(model.blocks[0], reshard_after_forward=False)
-    state = fullshard.fully_shard.state(model.blocks[0])
-    fullshard.fully_shard_blocks(model)
-    assert fullshard.fully_shard.state(model.blocks[0]) is state
-
-
-@ranks(2)
-def test_a_wrap_policy_picks_the_modules(world: World) -> None:
-    model, reference = seeded(Transformer), seeded(Transformer)
-    fullshard.fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({Block, nn.Embedding}))
-    picked = [name for name, module in model.named_modules() if isinstance(module, fullshard.FSDPModule)]
-    assert picked == ["", "tokens", "blocks.0", "blocks.1"]
-    pair = Twins(world, model, reference)
-    pair.step(batch=tokens)
-    pair.step(batch=tokens)
-
-
-@ranks(2)
-def test_a_wrap_policy_of_torch_is_taken(world: World) -> None:
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
-
-    model = seeded(Transformer)
-    fullshard.fully_shard(model, auto_wrap_policy=TorchPolicy({Block}))
-    assert all(isinstance(block, fullshard.FSDPModule) for block in model.blocks)
-
-
-@ranks(2)
-def test_a_wrap_policy_passes_the_options_on(world: World) -> None:
-    model = seeded(Transformer)
-    fullshard.fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({Block}), reshard_after_forward=False)
-    model(tokens(0))
-    assert not are_sharded(model)
+def test_a_wrap_policy_picks_the_modules_and_passes_the_options_on(world: World) -> None:
+    for library in (fullshard, torch_fsdp):
+        model, reference = seeded(Transformer), seeded(Transformer)
+        policy = library.wrap.ModuleWrapPolicy({Block, nn.Embedding})
+        fullshard.fully_shard(model, auto_wrap_policy=policy, reshard_after_forward=False)
+        picked = [name for name, module in model.named_modules() if isinstance(module, fullshard.FSDPModule)]
+        assert picked == ["", "tokens", "blocks.0", "blocks.1"]
+        pair = Twins(world, model, reference)
+        pair.step(batch=tokens)
+        pair.step(batch=tokens)
+        model(tokens(0))
+        assert not are_sharded(model)
 
 
 @ranks(2)
 def test_policies_of_torch_are_taken(world: World) -> None:
-    import torch.distributed.fsdp as torch_fsdp
-
     model = seeded(lambda: nn.Linear(6, 5))
     seen: list[Any] = []
     model.register_forward_hook(lambda module, args, output: seen.append(module.weight.dtype))
@@ -261,30 +184,13 @@ def test_a_batch_norm_of_running_statistics(world: World) -> None:
 
 
 @ranks(2)
-def test_profiler_ranges_have_the_labels_of_torch(world: World) -> None:
+def test_gathers_have_the_labels_of_torch_in_a_profile(world: World) -> None:
     model = shard_mlp()
     model(inputs()).sum().backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        model(inputs()).sum().backward()
-    labels = {event.key for event in profile.key_averages()}
-    assert any(label.startswith("FSDP::all_gather") for label in labels), sorted(x for x in labels if "FSDP" in x)
-
-
-@ranks(2)
-def test_a_gather_by_hand_has_its_label_in_a_profile(world: World) -> None:
-    model = shard_mlp()
-    model(inputs()).sum().backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        model.blocks[1].unshard()
-    assert "FSDP::all_gather (blocks.1)" in {event.key for event in profile.key_averages()}
-
-
-@ranks(2)
-def test_an_observer_of_a_model_hears_all_of_its_groups(world: World) -> None:
-    model = shard_mlp()
-    recorder = Recorder(model)
-    model(inputs()).sum().backward()
-    assert {event.split()[1] for event in recorder.take()} == {"root", "0", "1", "2", "3"}
+    for act in (lambda: model(inputs()).sum().backward(), model.blocks[1].unshard):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            act()
+        assert "FSDP::all_gather (blocks.1)" in {event.key for event in profile.key_averages()}
 
 
 def convolution() -> nn.Sequential:

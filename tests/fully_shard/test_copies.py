@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import distribute_tensor
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fullshard
@@ -20,6 +19,7 @@ from tests.fully_shard.cases import (
     Twins,
     are_sharded,
     assert_close,
+    first_of,
     groups_of,
     inputs,
     local,
@@ -35,6 +35,7 @@ from tests.harness.models import MLP, Transformer, seeded
 @pytest.mark.parametrize("when", ["before the first step", "after a step", "unsharded"])
 def test_a_copy_equals_its_original_and_trains_on_its_own(world: World, when: str) -> None:
     pair = twins(world)
+    recorder = Recorder(pair.sharded)
     if when == "after a step":
         pair.step()
     elif when == "unsharded":
@@ -42,18 +43,24 @@ def test_a_copy_equals_its_original_and_trains_on_its_own(world: World, when: st
     model = copy.deepcopy(pair.sharded)
     reference = copy.deepcopy(pair.whole)
     assert are_sharded(model)
+    pair.sharded.reshard()
     for one, other in zip(model.parameters(), pair.sharded.parameters(), strict=True):
         assert one is not other
         assert torch.equal(local(one), local(other))
+    storages = [{local(p).untyped_storage().data_ptr() for p in each.parameters()} for each in (model, pair.sharded)]
+    assert not storages[0] & storages[1]
+    recorder.take()
     copied = Twins(world, model, reference)
+    copied.step(lr=0.3)
+    assert recorder.take() == [], "an observer hears the original alone"
     original = Twins(world, pair.sharded, pair.whole)
-    for _ in range(2):
-        copied.step(lr=0.3)
-        original.step()
+    original.step()
+    copied.step(lr=0.3)
+    original.step()
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
+@first_of("transport", "shm", "p2p", "collective")
 @pytest.mark.parametrize("front", ["fully_shard", "wrapper"])
 def test_a_copy_has_the_parameters_that_replaced_others(world: World, transport: str, front: str) -> None:
     """Before any forward has told the groups of them."""
@@ -75,41 +82,21 @@ def test_a_copy_has_the_parameters_that_replaced_others(world: World, transport:
 
 
 @ranks(2)
-def test_a_copy_shares_no_memory(world: World) -> None:
-    model = shard_mlp()
-    model(inputs()).sum().backward()
-    twin = copy.deepcopy(model)
-    model.reshard()
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
-    assert_close(model(inputs()), seeded(MLP)(inputs()), "output")
-    storages = [{local(p).untyped_storage().data_ptr() for p in each.parameters()} for each in (model, twin)]
-    model.reshard()
-    assert not storages[0] & storages[1]
-
-
-@ranks(2)
-def test_a_copy_has_the_classes_states_and_options_of_its_original(world: World) -> None:
-    model = shard_mlp(reshard_after_forward=False)
-    model.blocks[0].set_gradient_divide_factor(3.0)
-    twin = copy.deepcopy(model)
-    assert type(twin) is type(model)
-    assert type(twin.blocks[0]) is type(model.blocks[0])
-    assert fullshard.fully_shard.state(twin) is not fullshard.fully_shard.state(model)
-    for one, other in zip(groups_of(twin), groups_of(model), strict=True):
-        assert one is not other
-        assert one.options == other.options
-        assert all(location.module in set(twin.modules()) for param in one.params for location in param.locations)
-
-
-@ranks(2)
-def test_a_copy_hears_its_own_hooks_and_observers(world: World) -> None:
-    model = shard_mlp()
-    recorder = Recorder(model)
-    twin = copy.deepcopy(model)
-    twin(inputs()).sum().backward()
-    assert recorder.take() == []
+def test_a_copy_has_the_classes_states_and_options_of_its_original_and_no_gradients(world: World) -> None:
+    wrapped = fullshard.FullyShardedDataParallel(seeded(MLP), use_orig_params=True)
+    for model in (shard_mlp(reshard_after_forward=False), wrapped):
+        if model is not wrapped:
+            model.blocks[0].set_gradient_divide_factor(3.0)
+        model(inputs()).sum().backward()
+        assert any(param.grad is not None for param in model.parameters())
+        twin = copy.deepcopy(model)
+        assert all(param.grad is None for param in twin.parameters()), "as those of no parameter are copied"
+        assert type(twin) is type(model)
+        assert type(twin.blocks[0]) is type(model.blocks[0])
+        for one, other in zip(groups_of(twin), groups_of(model), strict=True):
+            assert one is not other
+            assert one.options == other.options
+            assert all(location.module in set(twin.modules()) for param in one.params for location in param.locations)
 
 
 @ranks(2)
@@ -119,15 +106,6 @@ def test_copying_communicates_nothing(world: World) -> None:
     torch.distributed.barrier()
     assert_close(model(inputs()), seeded(MLP)(inputs()), "output")
     assert (twin is None) == (world.rank != 0)
-
-
-@ranks(2)
-def test_gradients_are_not_copied_as_those_of_no_parameter_are(world: World) -> None:
-    wrapped = fullshard.FullyShardedDataParallel(seeded(MLP), use_orig_params=True)
-    for model in (shard_mlp(), wrapped):
-        model(inputs()).sum().backward()
-        assert any(param.grad is not None for param in model.parameters())
-        assert all(param.grad is None for param in copy.deepcopy(model).parameters())
 
 
 @ranks(2)
@@ -154,7 +132,7 @@ def test_tied_parameters_stay_tied_in_a_copy(world: World) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("front", ["fully_shard", "stays whole", "wrapper", "flat parameters"])
+@first_of("front", "fully_shard", "flat parameters", "stays whole", "wrapper", quick=2)
 def test_parameters_tied_inside_of_sharded_modules_stay_tied_in_a_copy(world: World, front: str) -> None:
     """The tied layers are no units: a copy of one group leads to a layer, and from there to another group."""
 
@@ -221,7 +199,7 @@ def test_a_copy_with_prefetch_lists_and_lists_of_modules(world: World) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("use_buffers", [True, False])
+@first_of("use_buffers", True, False)
 def test_a_moving_average_of_a_sharded_model(world: World, use_buffers: bool) -> None:
     model, reference = shard_mlp(), seeded(MLP)
     averages = [
@@ -244,51 +222,10 @@ def test_a_moving_average_of_a_sharded_model(world: World, use_buffers: bool) ->
 
 
 @ranks(2)
-def test_a_plain_moving_average_by_hand(world: World) -> None:
-    model, reference = shard_mlp(), seeded(MLP)
-    average, expected = copy.deepcopy(model), copy.deepcopy(reference)
-
-    def update(mean: nn.Module, each: nn.Module) -> None:
-        with torch.no_grad():
-            for slow, fast in zip(mean.parameters(), each.parameters(), strict=True):
-                slow.lerp_(fast, 0.5)
-
-    def step(each: Any, x: Tensor) -> None:
-        parameters = list(each.parameters())
-        each(x).sum().backward()
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter -= 0.1 * parameter.grad
-                parameter.grad = None
-
-    for seed in range(2):
-        step(model, inputs(seed))
-        step(reference, inputs(seed))
-        update(average, model)
-        update(expected, reference)
-    with torch.no_grad():
-        assert_close(average(inputs()), expected(inputs()), "output of the average")
-
-
-@ranks(2)
 def test_copies_of_several_groups_on_a_hybrid_mesh(world: World) -> None:
     model = seeded(MLP)
     each_block(mesh=world.mesh(2, 1, names=("replicate", "shard")))(fullshard, model)
     Twins(world, copy.deepcopy(model), seeded(MLP)).step()
-
-
-@ranks(2)
-def test_a_copy_has_what_was_loaded_in_the_place_of_parameters(world: World) -> None:
-    model, other = shard_mlp(), seeded(MLP, seed=1)
-    placed = model.state_dict()
-    values = {
-        name: distribute_tensor(value, placed[name].device_mesh, placed[name].placements)
-        for name, value in other.state_dict().items()
-    }
-    model.load_state_dict(values, assign=True)
-    twin = copy.deepcopy(model)
-    for each in (twin, model):
-        assert_close(each(inputs()), other(inputs()), "output")
 
 
 @ranks(2)
@@ -297,5 +234,8 @@ def test_copies_of_copies_have_tags_of_their_own(world: World) -> None:
     model = shard_mlp()
     first, second = copy.deepcopy(model), copy.deepcopy(model)
     family = [model, first, second, copy.deepcopy(first), copy.deepcopy(copy.deepcopy(first)), copy.deepcopy(model)]
-    groups = [group for each in family for group in groups_of(each)]
-    assert len({group.tag for group in groups}) == len(groups)
+    tags = [group.tag for each in family for group in groups_of(each)]
+    assert len(set(tags)) == len(tags)
+    every = [None] * world.size
+    torch.distributed.all_gather_object(every, tags)
+    assert every == [tags] * world.size

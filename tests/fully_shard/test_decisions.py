@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.func import functional_call
 from torch.nn.utils.parametrize import register_parametrization
-from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from tests.fully_shard.cases import (
@@ -24,6 +23,7 @@ from tests.fully_shard.cases import (
     are_sharded,
     assert_close,
     environment,
+    first_of,
     inputs,
     shard_mlp,
     twins,
@@ -59,7 +59,7 @@ class Doubled(nn.Module):
 
 
 @ranks(2)
-@pytest.mark.parametrize("after_a_step", [True, False])
+@first_of("after_a_step", True, False)
 def test_a_parametrization_registered_after_sharding(world: World, after_a_step: bool) -> None:
     model, reference = shard_mlp(), seeded(MLP)
     if after_a_step:
@@ -80,16 +80,27 @@ def test_a_parametrization_registered_after_sharding(world: World, after_a_step:
 @ranks(2)
 def test_functional_call_with_full_tensors(world: World) -> None:
     model, reference = shard_mlp(), seeded(MLP)
-    values = {name: 2 * parameter.detach() for name, parameter in reference.named_parameters()}
-    assert_close(functional_call(model, values, (inputs(),)), functional_call(reference, values, (inputs(),)), "output")
+    found, expected = (
+        {name: (2 * parameter.detach()).requires_grad_() for name, parameter in reference.named_parameters()}
+        for _ in range(2)
+    )
+    one, other = functional_call(model, found, (inputs(),)), functional_call(reference, expected, (inputs(),))
+    assert_close(one, other, "output")
+    one.sum().backward()
+    other.sum().backward()
+    for name, value in found.items():
+        assert_close(value.grad, expected[name].grad, f"gradient {name}")
     assert are_sharded(model), "the model is as it was"
     pair = Twins(world, model, reference)
     pair.step()
 
 
-def _call_after_forward(world: World, **options: Any) -> None:
+@ranks(2, 4)
+@first_of("transport", "shm", "p2p", "collective")
+def test_functional_call_after_a_forward_that_left_parameters_unsharded(world: World, transport: str) -> None:
     """What stands in for parameters is not covered where the next forward reshards what the last one left."""
-    pair = twins(world, **options)
+    with environment(FULLSHARD_TRANSPORT=transport):
+        pair = twins(world, **({"reshard_after_forward": 2} if world.size == 4 else {}))
     values = {name: 2 * parameter.detach() for name, parameter in pair.whole.named_parameters()}
     for _ in range(2):
         with torch.no_grad():
@@ -100,31 +111,6 @@ def _call_after_forward(world: World, **options: Any) -> None:
         state = pair.sharded.state_dict()
         assert all(isinstance(value, DTensor) for value in state.values()), "what stood there is gone"
         pair.step()
-
-
-@ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
-def test_functional_call_after_a_forward_that_left_parameters_unsharded(world: World, transport: str) -> None:
-    with environment(FULLSHARD_TRANSPORT=transport):
-        _call_after_forward(world)
-
-
-@ranks(4)
-def test_functional_call_after_a_forward_that_left_parameters_on_a_smaller_mesh(world: World) -> None:
-    _call_after_forward(world, reshard_after_forward=2)
-
-
-@ranks(2)
-def test_gradients_of_functional_call_with_full_tensors(world: World) -> None:
-    model, reference = shard_mlp(), seeded(MLP)
-    found, expected = (
-        {name: (2 * parameter.detach()).requires_grad_() for name, parameter in reference.named_parameters()}
-        for _ in range(2)
-    )
-    functional_call(model, found, (inputs(),)).sum().backward()
-    functional_call(reference, expected, (inputs(),)).sum().backward()
-    for name, value in found.items():
-        assert_close(value.grad, expected[name].grad, f"gradient {name}")
 
 
 class TwoReads(nn.Module):
@@ -139,7 +125,7 @@ class TwoReads(nn.Module):
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
+@first_of("transport", "shm", "p2p", "collective")
 def test_functional_call_of_a_module_that_keeps_a_list_of_its_weights(world: World, transport: str) -> None:
     model, reference = seeded(TwoReads), seeded(TwoReads)
     values = {name: 2 * parameter.detach() for name, parameter in reference.named_parameters()}
@@ -161,27 +147,6 @@ def test_functional_call_with_sharded_tensors_is_refused(world: World) -> None:
         functional_call(model, values, (inputs(),))
     model.reset_iter_state()
     assert_close(model(inputs()), seeded(MLP)(inputs()), "output")
-
-
-@ranks(2)
-@pytest.mark.parametrize("reshard", [True, False, None])
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_evaluation_twice_gives_the_same(world: World, reshard: bool | None, context: Any) -> None:
-    model, reference = shard_mlp(reshard_after_forward=reshard), seeded(MLP)
-    with context():
-        for seed in range(3):
-            assert_close(model(inputs(seed)), reference(inputs(seed)), "output")
-
-
-@ranks(2)
-def test_evaluation_after_a_change_sees_it(world: World) -> None:
-    model, reference = shard_mlp(), seeded(MLP)
-    with torch.no_grad():
-        for factor in (1, 2, 3):
-            for parameter in (*model.parameters(), *reference.parameters()):
-                parameter.mul_(factor)
-            assert_close(model(inputs()), reference(inputs()), "output")
-            model.reshard()
 
 
 class Lookup(nn.Module):
@@ -216,16 +181,6 @@ def test_a_forward_may_return_its_own_weight(world: World, reshard: bool, transp
     with environment(FULLSHARD_TRANSPORT=transport):
         pair = twins(world, lambda: seeded(UsesLookup), reshard_after_forward=reshard)
     for _ in range(3):
-        pair.step()
-
-
-@ranks(2)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_inference_mode_before_training(world: World, reshard: bool) -> None:
-    pair = twins(world, reshard_after_forward=reshard)
-    with torch.inference_mode():
-        assert_close(pair.sharded(inputs()), pair.whole(inputs()), "output")
-    for _ in range(2):
         pair.step()
 
 
@@ -276,16 +231,6 @@ def test_what_was_gathered_ahead_and_not_used_is_gathered_again(world: World) ->
 
 
 @ranks(2)
-def test_blocks_are_frozen_in_one_step_and_not_in_the_next(world: World) -> None:
-    pair = twins(world, reshard_after_forward=True)
-    for frozen in ([], [0], [0, 1], [3], [1, 2], [], [0, 1, 2]):
-        for model in (pair.sharded, pair.whole):
-            for index, block in enumerate(model.blocks):
-                block.requires_grad_(index not in frozen)
-        pair.step()
-
-
-@ranks(2)
 @pytest.mark.parametrize("after_a_step", [True, False])
 def test_load_state_dict_by_assignment(world: World, after_a_step: bool) -> None:
     pair = twins(world)
@@ -303,7 +248,7 @@ def test_load_state_dict_by_assignment(world: World, after_a_step: bool) -> None
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
+@first_of("transport", "shm", "p2p", "collective")
 def test_what_was_loaded_by_assignment_is_frozen(world: World, transport: str) -> None:
     with environment(FULLSHARD_TRANSPORT=transport):
         pair = twins(world)
@@ -331,12 +276,9 @@ class Tied(nn.Module):
 
     def __init__(self, head_first: bool) -> None:
         super().__init__()
-        if head_first:
-            self.head = nn.Linear(6, 11, bias=False)
-            self.embedding = nn.Embedding(11, 6)
-        else:
-            self.embedding = nn.Embedding(11, 6)
-            self.head = nn.Linear(6, 11, bias=False)
+        parts = {"embedding": nn.Embedding(11, 6), "head": nn.Linear(6, 11, bias=False)}
+        for name in sorted(parts, reverse=head_first):
+            self.add_module(name, parts[name])
         self.middle = nn.Linear(6, 6)
         self.head.weight = self.embedding.weight
 
@@ -346,14 +288,13 @@ class Tied(nn.Module):
 
 @ranks(2)
 @pytest.mark.parametrize("head_first", [True, False])
-@pytest.mark.parametrize("order", ["embedding first", "head first"])
+@first_of("order", "head first", "embedding first")
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_parameter_tied_across_groups(world: World, head_first: bool, order: str, reshard: bool) -> None:
     model, reference = seeded(lambda: Tied(head_first)), seeded(lambda: Tied(head_first))
     modules = [model.embedding, model.middle, model.head]
-    for module in modules if order == "embedding first" else reversed(modules):
+    for module in (*(modules if order == "embedding first" else reversed(modules)), model):
         fullshard.fully_shard(module, reshard_after_forward=reshard)
-    fullshard.fully_shard(model, reshard_after_forward=reshard)
     assert list(model.state_dict()) == list(reference.state_dict())
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in reference.named_parameters()]
     assert model.head.weight is model.embedding.weight
@@ -377,7 +318,7 @@ class Writes(nn.Linear):
 
 
 @ranks(2)
-@pytest.mark.parametrize("reshard", [True, None])
+@first_of("reshard", None, True)
 def test_writes_to_unsharded_parameters_in_forward_are_thrown_away(world: World, reshard: bool | None) -> None:
     model, reference = seeded(lambda: Writes(6, 5)), seeded(lambda: nn.Linear(6, 5))
     fullshard.fully_shard(model, reshard_after_forward=reshard)
@@ -407,7 +348,7 @@ class WritesOnce(nn.Linear):
 
 @ranks(2)
 @BOTH
-@pytest.mark.parametrize("how", ["in place", "data"])
+@first_of("how", "data", "in place")
 def test_a_write_in_forward_is_thrown_away_before_the_next_use(world: World, fsdp: Library, how: str) -> None:
     model, reference = seeded(lambda: WritesOnce(how)), seeded(lambda: WritesOnce("not"))
     root = nn.Sequential(model, nn.Tanh(), model)
@@ -415,24 +356,6 @@ def test_a_write_in_forward_is_thrown_away_before_the_next_use(world: World, fsd
     fsdp.fully_shard(root)
     with torch.no_grad():
         assert_close(root(inputs()), reference(torch.tanh(reference(inputs()))), "output")
-
-
-@ranks(2)
-def test_blocks_under_one_checkpoint_with_a_shared_input(world: World) -> None:
-    class Shared(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            def run(x: Tensor) -> Tensor:
-                for block in self.blocks:
-                    x = block(x)
-                return x
-
-            y = checkpoint(run, x, use_reentrant=False)
-            assert isinstance(y, Tensor)
-            return y * self.scale
-
-    pair = twins(world, lambda: seeded(Shared))
-    for _ in range(3):
-        pair.step()
 
 
 @ranks(2)

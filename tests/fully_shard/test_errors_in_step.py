@@ -13,20 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
-from fullshard.group.full_buffer import State
 from tests.fully_shard.cases import (
     BOTH,
-    OURS,
     Library,
     Twins,
     are_sharded,
     assert_close,
-    both_with,
     environment,
-    groups_of,
+    first_of,
     inputs,
     shard_mlp,
-    slots_in_use,
     twins,
 )
 from tests.harness import RankPool, World, ranks
@@ -57,30 +53,18 @@ def fail_in_backward(module: nn.Module, call: Any) -> None:
 
 
 @ranks(2)
-@both_with("reset_iter_state")
-@pytest.mark.parametrize("where", [0, 1, 3])
-def test_a_step_after_an_error_in_forward_is_right(world: World, fsdp: Library, where: int) -> None:
-    fail_and_go_on(fsdp, where, fail_in_forward)
-
-
-@ranks(2)
-@pytest.mark.parametrize("where", [0, 1, 3])
-def test_a_step_after_an_error_in_backward_is_right(world: World, where: int) -> None:
-    fail_and_go_on(OURS, where, fail_in_backward)  # torch loses the gradients of the step that follows
-
-
-def fail_and_go_on(fsdp: Library, where: int, fail: Any) -> None:
+@pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward])
+@first_of("where", 1, 0, 3)
+def test_a_step_after_an_error_is_right(world: World, where: int, fail: Any) -> None:
     """A good step, one in which a block fails, a reset, and two good ones."""
-    model, reference = shard_mlp(fsdp), seeded(MLP)
+    model, reference = shard_mlp(), seeded(MLP)
     parameters = list(model.parameters())
     model(inputs()).sum().backward()
-    for parameter in parameters:
-        parameter.grad = None
+    model.zero_grad()
     fail(model.blocks[where][1], lambda: model(inputs()).sum().backward())
     model.reset_iter_state()
     assert are_sharded(model)
-    for parameter in parameters:
-        parameter.grad = None
+    model.zero_grad()
     for _ in range(2):
         model(inputs()).sum().backward()
         reference(inputs()).sum().backward()
@@ -89,18 +73,7 @@ def fail_and_go_on(fsdp: Library, where: int, fail: Any) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward])
-def test_a_step_without_reset_is_refused(world: World, fail: Any) -> None:
-    model = shard_mlp()
-    fail(model.blocks[1][1], lambda: model(inputs()).sum().backward())
-    with pytest.raises(RuntimeError, match="reset_iter_state"):
-        model(inputs())
-    model.reset_iter_state()
-    assert_close(model(inputs()), seeded(MLP)(inputs()), "output")
-
-
-@ranks(2)
-def test_reset_between_good_steps_changes_nothing(world: World) -> None:
+def test_reset_before_and_between_good_steps_changes_nothing(world: World) -> None:
     pair = twins(world)
     for _ in range(2):
         pair.sharded.reset_iter_state()
@@ -120,22 +93,6 @@ def test_a_reset_forgets_sums_over_some_of_the_ranks(world: World) -> None:
         assert_close(whole(parameter.grad), expected.grad, "gradient")
 
 
-@ranks(1)
-@both_with("reset_iter_state")
-def test_only_the_root_is_reset(world: World, fsdp: Library) -> None:
-    model = shard_mlp(fsdp)
-    model(inputs())
-    with pytest.raises(RuntimeError, match="root"):
-        model.blocks[0].reset_iter_state()
-
-
-@ranks(2)
-def test_reset_before_the_first_forward_does_nothing(world: World) -> None:
-    model = shard_mlp()
-    model.reset_iter_state()
-    assert_close(model(inputs()), seeded(MLP)(inputs()), "output")
-
-
 @ranks(2)
 def test_reset_forgets_what_was_accumulated(world: World) -> None:
     pair = twins(world)
@@ -149,30 +106,7 @@ def test_reset_forgets_what_was_accumulated(world: World) -> None:
 
 
 @ranks(2)
-def test_reset_forgets_partial_sums_of_replicas(world: World) -> None:
-    model = shard_mlp(mesh=world.mesh(2, 1, names=("replicate", "shard")))
-    pair = Twins(world, model, seeded(MLP))
-    model.set_requires_all_reduce(False)
-    model(inputs(7)).sum().backward()
-    model.reset_iter_state()
-    model.set_requires_all_reduce(True)
-    pair.step()
-
-
-@ranks(2)
-def test_reset_leaves_every_group_sharded_and_every_slot_free(world: World) -> None:
-    model = shard_mlp()
-    model(inputs()).sum().backward()
-    fail_in_backward(model.blocks[1][1], lambda: model(inputs()).sum().backward())
-    model.reset_iter_state()
-    for group in groups_of(model):
-        assert group.full.state is State.SHARDED
-        assert slots_in_use(group.parameter_pool) == 0
-        assert slots_in_use(group.gradient_pool) == 0
-
-
-@ranks(2)
-@pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
+@first_of("checkpointing", "non-reentrant", "reentrant")
 def test_an_error_in_a_recomputation(world: World, checkpointing: Any) -> None:
     def build() -> Any:
         return seeded(lambda: Transformer(checkpointing=checkpointing))
@@ -242,18 +176,18 @@ def _fail(parameter: Tensor) -> None:
 @ranks(2)
 @BOTH
 @pytest.mark.parametrize("reshard", [True, None])
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_backward_twice_through_one_graph(world: World, fsdp: Library, reshard: bool | None, evaluates: bool) -> None:
-    model, reference = shard_mlp(fsdp, reshard_after_forward=reshard), seeded(MLP)
-    parameters = list(model.parameters())
-    with torch.no_grad():
-        model(inputs()) if evaluates else None
-    found, expected = model(inputs()).sum(), reference(inputs()).sum()
-    for _ in range(2):
-        found.backward(retain_graph=True)
-        expected.backward(retain_graph=True)
-    for parameter, other in zip(parameters, reference.parameters(), strict=True):
-        assert_close(whole(parameter.grad), other.grad, "gradient")
+def test_backward_twice_through_one_graph(world: World, fsdp: Library, reshard: bool | None) -> None:
+    for evaluates in (False, True):
+        model, reference = shard_mlp(fsdp, reshard_after_forward=reshard), seeded(MLP)
+        parameters = list(model.parameters())
+        with torch.no_grad():
+            model(inputs()) if evaluates else None
+        found, expected = model(inputs()).sum(), reference(inputs()).sum()
+        for _ in range(2):
+            found.backward(retain_graph=True)
+            expected.backward(retain_graph=True)
+        for parameter, other in zip(parameters, reference.parameters(), strict=True):
+            assert_close(whole(parameter.grad), other.grad, "gradient")
 
 
 def fail_on_rank_1(world: World, transport: str, where: str, folder: Path, wraps: bool = False) -> None:
@@ -281,30 +215,19 @@ def fail_on_rank_1(world: World, transport: str, where: str, folder: Path, wraps
 LOOK = r"(Look there for|[Ff]ind) the first error"
 
 
-@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@first_of("transport", "p2p", "shm", "collective")
+@first_of("where", "backward", "forward")
+@first_of("size", 2, 3)
 def test_the_first_error_is_the_users_and_the_other_ranks_say_where_to_look(
-    rank_pool: RankPool, tmp_path: Path, transport: str, where: str
+    rank_pool: RankPool, tmp_path: Path, transport: str, where: str, size: int
 ) -> None:
-    outcomes = rank_pool.run(fail_on_rank_1, 2, transport, where, tmp_path)
+    """With three ranks in the wrapper."""
+    outcomes = rank_pool.run(fail_on_rank_1, size, transport, where, tmp_path, size == 3)
     assert (tmp_path / "said").read_text() == "out of luck"
-    assert [outcome.kind for outcome in outcomes] == ["raised", "died"]
-    assert outcomes[0].at - outcomes[1].at < 5
-    assert re.search(LOOK, outcomes[0].summary), outcomes[0].report
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_in_the_wrapper_the_first_error_is_the_users_too(
-    rank_pool: RankPool, tmp_path: Path, transport: str, where: str
-) -> None:
-    outcomes = rank_pool.run(fail_on_rank_1, 3, transport, where, tmp_path, True)
-    assert (tmp_path / "said").read_text() == "out of luck"
-    assert [outcome.kind for outcome in outcomes] == ["raised", "died", "raised"]
-    for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.at - outcomes[1].at < 5
-    assert any(re.search(LOOK, outcomes[rank].summary) for rank in (0, 2)), outcomes[0].report
+    assert [outcome.kind for outcome in outcomes] == ["raised", "died", "raised"][:size]
+    others = [outcome for outcome in outcomes if outcome.rank != 1]
+    assert all(outcome.at - outcomes[1].at < 5 for outcome in others)
+    assert any(re.search(LOOK, outcome.summary) for outcome in others), others[0].report
 
 
 @ranks(2)
@@ -324,7 +247,7 @@ def test_what_is_refused_after_an_error_says_what_to_call_and_where(world: World
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "p2p"])
+@first_of("transport", "shm", "p2p")
 def test_a_forward_that_was_refused_before_it_began_needs_no_reset(world: World, transport: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     pair = twins(world, lambda: seeded(MLP))

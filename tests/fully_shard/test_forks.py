@@ -6,15 +6,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from fullshard import fully_shard
-from tests.fully_shard.cases import environment, inputs, shard_mlp
+from tests.fully_shard.cases import environment, first_of, inputs, shard_mlp
 from tests.harness import World, ranks
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
+TRANSPORTS = first_of("transport", "shm", "p2p", "collective")
 
 
 class Child:
@@ -57,7 +56,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
 
 @ranks(2)
 @TRANSPORTS
-@pytest.mark.parametrize("before", [0, 2], ids=["new", "trained"])
+@first_of("before", 2, 0)
 def test_a_child_has_what_was_there_when_it_was_forked(world: World, transport: str, before: int) -> None:
     """As of an asynchronous checkpoint by fork. Two children, with steps between."""
     with environment(FULLSHARD_TRANSPORT=transport):

@@ -12,7 +12,6 @@ import gc
 import io
 import random
 import re
-import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +31,7 @@ from fullshard.buffer.shared import SharedBuffer
 from fullshard.comm.shm import ShmTransport
 from fullshard.comm.waits import WAITS
 from fullshard.group.full_buffer import RELEASED
-from tests.fully_shard.cases import EXCHANGED, assert_close, environment, groups_of, inputs, shard_mlp, twins
+from tests.fully_shard.cases import EXCHANGED, assert_close, environment, first_of, groups_of, inputs, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, kept, whole
 from tests.harness.held import mappings, open_files
@@ -111,18 +110,6 @@ def compare_told(world: World, name: str) -> None:
     assert len(expected) == len(found) > 0
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert_close(one, other, f"tensor {number} of '{name}'")
-
-
-# -- stories ---------------------------------------------------------------------------------------------------------
-
-
-@story
-def training(world: World) -> Iterator[Any]:
-    model = mlp()
-    optimizer = sgd(model)
-    yield from steps(world, model, optimizer, 4)
-    model.reshard()
-    yield from values(model)
 
 
 @story
@@ -366,13 +353,10 @@ def tensor_parallel(world: World) -> Iterator[Any]:
 
 
 @ranks(4)
-@pytest.mark.parametrize("tell", [replicas, tensor_parallel])
+@first_of("tell", replicas, tensor_parallel)
 def test_on_meshes_of_two_dims(world: World, tell: Story) -> None:
     STORIES[tell.__name__] = tell
     compare_told(world, tell.__name__)
-
-
-# -- writes by each rank to its own part -----------------------------------------------------------------------------
 
 
 def write(model: Any, parameters: dict[str, Any], news: dict[str, Tensor], how: str, folder: Path) -> None:
@@ -397,46 +381,42 @@ def write(model: Any, parameters: dict[str, Any], news: dict[str, Tensor], how: 
 
 
 @ranks(2, transport="shm")
-@pytest.mark.parametrize("slow", [0, 1])
-@pytest.mark.parametrize(
-    ("how", "between"),
-    [
-        *((how, "steps") for how in ("copy", "local", "data", "load", "assign", "checkpoint")),
-        # Parameters that are assigned between forward and backward would have no gradients in this step.
-        *((how, "forward and backward") for how in ("copy", "local", "data", "load", "checkpoint")),
-    ],
-)
+@first_of("slow", 0, 1)
+@pytest.mark.parametrize("between", ["steps", "forward and backward"])
 def test_writes_are_read_by_all_afterwards_and_by_none_before(
-    world: World, tmp_path: Path, how: str, between: str, slow: int
+    world: World, tmp_path: Path, between: str, slow: int
 ) -> None:
     """One rank writes at once, while the other is still in the pass before."""
-    model, reference = shard_mlp(reshard_after_forward=True), seeded(MLP)
-    for block in (1, 3):
-        for register in ("register_forward_hook", "register_full_backward_hook"):
-            getattr(model.blocks[block], register)(lambda *_: time.sleep(0.01) if world.rank == slow else None)
-    for step in range(3):
-        parameters = dict(model.named_parameters())
-        news = {name: (p * 0.8 + 0.02 * step).detach() for name, p in reference.named_parameters()}
-        found, expected = model(inputs(step)), reference(inputs(step))
-        assert_close(found, expected, "output")
-        if between != "steps":
-            write(model, parameters, news, how, tmp_path / str(step))
-            for name, parameter in reference.named_parameters():
-                parameter.data.copy_(news[name])
-        found.sum().backward()
-        expected.sum().backward()
-        gradients = {name: p.grad for name, p in reference.named_parameters()}
-        for name, parameter in parameters.items():
-            assert_close(kept(parameter.grad), gradients[name], name)
-        if between == "steps":
-            write(model, parameters, news, how, tmp_path / str(step))
-            for name, parameter in reference.named_parameters():
-                parameter.data.copy_(news[name])
-        model.zero_grad()
-        reference.zero_grad()
+    for how in ("copy", "local", "data", "load", "checkpoint", "assign"):
+        if (how, between) == ("assign", "forward and backward"):  # then parameters would have no gradients in this step
+            continue
+        model, reference = shard_mlp(reshard_after_forward=True), seeded(MLP)
+        for block in (1, 3):
+            for register in ("register_forward_hook", "register_full_backward_hook"):
+                getattr(model.blocks[block], register)(lambda *_: time.sleep(0.01) if world.rank == slow else None)
+        for step in range(2):
+            parameters = dict(model.named_parameters())
+            news = {name: (p * 0.8 + 0.02 * step).detach() for name, p in reference.named_parameters()}
 
+            def renew() -> None:
+                write(model, parameters, news, how, tmp_path / f"{how}-{step}")  # noqa: B023
+                for name, parameter in reference.named_parameters():  # noqa: B023
+                    parameter.data.copy_(news[name])  # noqa: B023
 
-# -- memory ----------------------------------------------------------------------------------------------------------
+            found, expected = model(inputs(step)), reference(inputs(step))
+            assert_close(found, expected, f"output after {how}")
+            if between != "steps":
+                renew()
+            found.sum().backward()
+            expected.sum().backward()
+            gradients = {name: p.grad for name, p in reference.named_parameters()}
+            for name, parameter in parameters.items():
+                assert_close(kept(parameter.grad), gradients[name], f"{name} after {how}")
+            if between == "steps":
+                renew()
+            model.zero_grad()
+            reference.zero_grad()
+
 
 WIDTH, COUNT = 256, 4
 BLOCK = (WIDTH * WIDTH + WIDTH) * 4  # bytes
@@ -481,26 +461,9 @@ def test_parameters_exist_once_a_host(world: World) -> None:
         assert file.tell() < local.numel() * local.itemsize + 4096
 
 
-@ranks(2, transport="shm")
-def test_nothing_is_mapped_or_faulted_in_after_the_first_steps(world: World) -> None:
-    model = large()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    faults = []
-    for _ in range(8):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        step(model)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-        if len(faults) == 3:
-            mapped = mappings()
-    assert mappings() == mapped
-    assert min(faults[3:]) < BLOCK // resource.getpagesize() / 2, faults
-
-
 @EXCHANGED
 @ranks(2, transport="shm", fresh=True)
-@pytest.mark.parametrize("buffers", [1, 2, 3])
+@first_of("buffers", 2, 1, 3)
 def test_gradient_buffers_are_bounded_and_given_back(world: World, buffers: int) -> None:
     model = large()
     (transport,) = {group.transport for group in groups_of(model.blocks)}
@@ -556,7 +519,7 @@ def test_nothing_is_left_of_models(world: World) -> None:
             empty(inputs())
 
     left = []
-    for _ in range(4):
+    for _ in range(3):
         live()
         dist.barrier()
         left.append((mappings(), open_files()))
@@ -576,7 +539,7 @@ def test_many_groups_need_few_files(world: World) -> None:
 
 
 @ranks(2, transport="shm")
-@pytest.mark.parametrize("reentrant", [True, False])
+@first_of("reentrant", False, True)
 def test_a_root_that_is_recomputed_reads_what_is_shared(world: World, reentrant: bool) -> None:
     model = shard_mlp()
 
@@ -617,7 +580,7 @@ def test_a_backward_inside_of_a_forward_does_not_end_it(world: World) -> None:
 
 
 @ranks(2, transport="shm")
-@pytest.mark.parametrize("begin", [0, 20])
+@first_of("begin", 20, 0)
 def test_writes_through_data_in_forward_are_thrown_away_at_once_whenever_they_begin(world: World, begin: int) -> None:
     model = seeded(MLP)
     each_block(reshard_after_forward=True)(fullshard, model)
@@ -637,7 +600,7 @@ def test_writes_through_data_in_forward_are_thrown_away_at_once_whenever_they_be
 
 
 @ranks(2, transport="shm")
-@pytest.mark.parametrize("api", ["fully_shard", "original", "flat"])
+@first_of("api", "fully_shard", "flat", "original", quick=2)
 def test_writes_through_data_in_forward_that_begin_late_are_no_part_of_training(world: World, api: str) -> None:
     """The forwards that write compute with what they wrote; the steps and forwards after them do not."""
     model, reference = seeded(MLP), seeded(MLP)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import resource
 import signal
 import time
 from functools import partial
@@ -19,7 +18,7 @@ from torch.distributed.tensor import Shard
 import fullshard
 from fullshard.buffer.shared_memory import Segment
 from fullshard.comm.shm import ShmTransport
-from tests.fully_shard.cases import EXCHANGED, Twins, assert_close, environment, groups_of, inputs, shard_mlp
+from tests.fully_shard.cases import EXCHANGED, Twins, assert_close, environment, first_of, groups_of, inputs, shard_mlp
 from tests.fully_shard.test_errors_in_step import fail_in_backward, fail_in_forward
 from tests.harness import RankPool, World, ranks
 from tests.harness.compare import each_block, kept, whole
@@ -28,9 +27,6 @@ from tests.harness.models import MLP, seeded
 
 def shared(model: nn.Module) -> list[bool]:
     return [group.shard.shared is not None for group in groups_of(model)]
-
-
-# -- lost ranks ------------------------------------------------------------------------------------------------------
 
 
 def lose_rank_1(world: World, where: str) -> None:
@@ -53,7 +49,7 @@ def lose_rank_1(world: World, where: str) -> None:
 @pytest.mark.parametrize(
     ("where", "waits"),
     [
-        ("forward", "the end of a forward"),
+        pytest.param("forward", "the end of a forward", marks=pytest.mark.slow),
         pytest.param(
             "backward",
             "a reduction, to be read by the other ranks, in the backward of step 1 (forward 2), at 'blocks.",
@@ -71,21 +67,17 @@ def test_a_lost_rank_is_named_by_all_others_at_once(rank_pool: RankPool, where: 
         assert "which has ended" in outcome.summary
 
 
-# -- errors and what a reset leaves ----------------------------------------------------------------------------------
-
-
 @ranks(2, transport="shm")
 @pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward])
-@pytest.mark.parametrize("where", [0, 3])
+@first_of("where", 3, 0)
 def test_a_step_after_an_error_is_right_however_late_a_rank_fails(world: World, fail: Any, where: int) -> None:
     pair = Twins(world, shard_mlp(), seeded(MLP))
     for slow in range(world.size):
         pair.step()
-        if world.rank == slow:
-            time.sleep(0.05)
+        wait = 0.05 if world.rank == slow else 0.0
+        time.sleep(wait)
         fail(pair.sharded.blocks[where][1], lambda: pair.sharded(inputs()).sum().backward())
-        if world.rank == slow:
-            time.sleep(0.05)
+        time.sleep(wait)
         pair.sharded.reset_iter_state()
         pair.sharded.zero_grad()
     for _ in range(2):
@@ -93,7 +85,7 @@ def test_a_step_after_an_error_is_right_however_late_a_rank_fails(world: World, 
 
 
 @ranks(2, transport="shm")
-@pytest.mark.parametrize("where", [0, 1, 3])
+@first_of("where", 1, 0, 3)
 def test_a_reset_keeps_the_gradients_that_were_there(world: World, where: int) -> None:
     """Each is that of the first backward or of both; what a lost reduction would have written is in none."""
     model = shard_mlp(reshard_after_forward=True)
@@ -141,9 +133,6 @@ def test_an_error_on_one_rank_after_its_forward(world: World) -> None:
         assert failed.item() == 1
         pair.sharded.reset_iter_state()
         pair.step()
-
-
-# -- ranks that differ -----------------------------------------------------------------------------------------------
 
 
 class Branches(nn.Module):
@@ -195,11 +184,8 @@ def test_ranks_of_which_one_is_on_meta_are_told(world: World) -> None:
         model(inputs())
 
 
-# -- no memory to share ----------------------------------------------------------------------------------------------
-
-
-@ranks(3)
-@pytest.mark.parametrize("before", [0, 2])
+@ranks(2, 3)
+@first_of("before", 2, 0)
 def test_where_one_rank_has_no_memory_left_all_exchange_messages(world: World, before: int) -> None:
     """For every group from then on; those that share already go on to."""
     model, reference, opened = shard_mlp(), seeded(MLP), []
@@ -220,21 +206,6 @@ def test_where_one_rank_has_no_memory_left_all_exchange_messages(world: World, b
     pair = Twins(world, model, reference)
     for _ in range(3):
         pair.step()
-
-
-@ranks(2, transport="shm")
-def test_few_open_files_are_enough_for_many_groups(world: World) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 30, limits[1]))
-    try:
-        model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(50)])
-        for module in (*model, model):
-            fullshard.fully_shard(module)
-        for _ in range(2):
-            model(torch.ones(2, 3)).sum().backward()
-        assert all(shared(model)[1:])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @EXCHANGED
@@ -258,7 +229,7 @@ def test_too_little_memory_for_gradients_says_what_to_do(world: World) -> None:
     assert all(isinstance(group.reduce_transport, ShmTransport) for group in groups_of(model))
 
 
-@ranks(3, transport="shm")
+@ranks(2, 3, transport="shm")
 def test_a_rank_that_leaves_out_a_backward_is_found_at_the_next_pass(world: World) -> None:
     model = shard_mlp()
     model(inputs()).sum().backward()
@@ -271,7 +242,7 @@ def test_a_rank_that_leaves_out_a_backward_is_found_at_the_next_pass(world: Worl
 
 
 @ranks(2, transport="shm")
-@pytest.mark.parametrize("placement", [0, 1])
+@first_of("placement", 1, 0)
 def test_another_default_device_changes_nothing(world: World, placement: int) -> None:
     model = seeded(lambda: nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 3, bias=False)))
     reference = copy.deepcopy(model)

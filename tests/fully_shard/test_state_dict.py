@@ -2,56 +2,50 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from tests.fully_shard.cases import BOTH, Library, are_sharded, assert_close, groups_of, inputs, local, shard_mlp
+from tests.fully_shard.cases import (
+    BOTH,
+    Library,
+    are_sharded,
+    assert_close,
+    first_of,
+    groups_of,
+    inputs,
+    local,
+    shard_mlp,
+)
 from tests.harness import World, ranks
-from tests.harness.compare import adamw, each_block, kept, sgd, whole
+from tests.harness.compare import each_block, whole
 from tests.harness.models import MLP, MixedDtypes, OddParameters, Transformer, seeded
 
 
-def tied_transformer() -> Transformer:
-    """A model with one weight under two names."""
-    return Transformer(tied=True)
-
-
 @ranks(2)
 @BOTH
-def test_keys_are_those_of_the_plain_module(world: World, fsdp: Library) -> None:
-    model, reference = shard_mlp(fsdp), seeded(MLP)
-    state = model.state_dict()
-    assert list(state) == list(reference.state_dict())
-    for name, value in reference.state_dict().items():
-        assert isinstance(state[name], DTensor)
-        assert torch.equal(whole(state[name]), value)
-
-
-@ranks(2)
-@BOTH
-def test_a_state_dict_of_an_unsharded_module_is_sharded(world: World, fsdp: Library) -> None:
-    model = shard_mlp(fsdp, reshard_after_forward=False)
-    model(inputs())
-    assert not are_sharded(model)
-    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
-    assert are_sharded(model), "its hook resharded"
+def test_a_state_dict_is_that_of_the_plain_module_and_sharded(world: World, fsdp: Library) -> None:
+    model, reference = shard_mlp(fsdp, reshard_after_forward=False), seeded(MLP)
+    for is_unsharded in (False, True):
+        if is_unsharded:
+            model(inputs())
+        assert are_sharded(model) is not is_unsharded
+        state = model.state_dict()
+        assert are_sharded(model), "its hook resharded"
+        assert list(state) == list(reference.state_dict())
+        for name, value in reference.state_dict().items():
+            assert isinstance(state[name], DTensor)
+            assert torch.equal(whole(state[name]), value)
 
 
 @ranks(2)
@@ -87,22 +81,27 @@ def test_a_state_dict_saved_by_torch_save_is_compact(world: World, tmp_path: Pat
 
 
 @ranks(2)
-@pytest.mark.parametrize("build", [OddParameters, MixedDtypes, tied_transformer])
-def test_state_dicts_of_odd_models_go_there_and_back(world: World, build: Any) -> None:
-    model, other = seeded(build), seeded(build, seed=1)
-    for each in (model, other):
-        each_block()(fullshard, each)
-    other.load_state_dict(model.state_dict())
-    reference = seeded(build)
-    assert list(model.state_dict()) == list(reference.state_dict())
-    for name, value in reference.state_dict().items():
-        assert torch.equal(whole(other.state_dict()[name]), value), name
+def test_state_dicts_of_odd_models_go_there_and_back(world: World) -> None:
+    for build in (OddParameters, MixedDtypes, lambda: Transformer(tied=True)):
+        model, other = seeded(build), seeded(build, seed=1)
+        for each in (model, other):
+            each_block()(fullshard, each)
+        other.load_state_dict(model.state_dict())
+        reference = seeded(build)
+        assert list(model.state_dict()) == list(reference.state_dict())
+        for name, value in reference.state_dict().items():
+            assert torch.equal(whole(other.state_dict()[name]), value), name
 
 
 @ranks(2)
-def test_a_missing_key_is_said(world: World) -> None:
+def test_a_missing_key_is_said_and_hooks_of_users_run(world: World) -> None:
     model = shard_mlp()
+    calls: list[str] = []
+    model.blocks[0][0].register_state_dict_post_hook(lambda *_: calls.append("save"))
+    model.blocks[0][0].register_load_state_dict_post_hook(lambda *_: calls.append("load"))
     state = model.state_dict()
+    model.load_state_dict(state)
+    assert calls == ["save", "load"]
     del state["scale"]
     with pytest.raises(RuntimeError, match="scale"):
         model.load_state_dict(state)
@@ -110,7 +109,7 @@ def test_a_missing_key_is_said(world: World) -> None:
 
 @ranks(2)
 @BOTH
-@pytest.mark.parametrize("cpu_offload", [True, False])
+@first_of("cpu_offload", True, False)
 def test_full_model_state_dicts(world: World, fsdp: Library, cpu_offload: bool) -> None:
     model, reference = shard_mlp(fsdp), seeded(MLP)
     options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
@@ -128,75 +127,6 @@ def test_full_model_state_dicts(world: World, fsdp: Library, cpu_offload: bool) 
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
     )
     assert_close(other(inputs()), reference(inputs()), "output")
-
-
-@ranks(2)
-@BOTH
-@pytest.mark.parametrize("full", [True, False])
-@pytest.mark.parametrize("optimizer_of", [sgd, adamw])
-def test_optimizer_state_dicts(world: World, fsdp: Library, full: bool, optimizer_of: Any) -> None:
-    model, other = shard_mlp(fsdp), seeded(MLP, seed=1)
-    each_block()(fsdp, other)
-    optimizers = [optimizer_of(each.parameters()) for each in (model, other)]
-    _step(model, optimizers[0])
-    options = StateDictOptions(full_state_dict=full)
-    states = (
-        get_model_state_dict(model, options=options),
-        get_optimizer_state_dict(model, optimizers[0], options=options),
-    )
-    set_model_state_dict(other, states[0], options=options)
-    # a copy, because an optimizer keeps the tensors that it is given
-    set_optimizer_state_dict(other, optimizers[1], copy.deepcopy(states[1]), options=options)
-    for each, optimizer in zip((model, other), optimizers, strict=True):
-        _step(each, optimizer)
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(local(one), local(two))
-
-
-def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model(inputs()).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    model.reshard()
-
-
-@ranks(3)
-def test_a_checkpoint_is_loaded_by_other_numbers_of_ranks(world: World, tmp_path: Path) -> None:
-    steps = {"whole": seeded(MLP)}
-    optimizer = adamw(steps["whole"].parameters())
-    _train_whole(steps["whole"], optimizer)
-    for number, count in enumerate((2, 3, 1, 2)):
-        group = dist.new_group(list(range(count)))
-        if world.rank < count:
-            mesh = DeviceMesh.from_group(group, "cpu")
-            model = seeded(MLP, seed=number)
-            each_block(mesh=mesh)(fullshard, model)
-            sharded = adamw(model.parameters())
-            if number == 0:
-                set_model_state_dict(model, seeded(MLP).state_dict(), options=StateDictOptions(full_state_dict=True))
-            else:
-                state = _state(model, sharded)
-                dcp.load(state, checkpoint_id=tmp_path / str(number - 1), process_group=group)
-                set_model_state_dict(model, state["model"])
-                set_optimizer_state_dict(model, sharded, state["optimizer"])
-                _train_whole(steps["whole"], optimizer)
-            _step(model, sharded)
-            for one, two in zip(model.parameters(), steps["whole"].parameters(), strict=True):
-                assert_close(kept(one), two, f"parameter with {count} ranks")
-            dcp.save(_state(model, sharded), checkpoint_id=tmp_path / str(number), process_group=group)
-        elif number > 0:
-            _train_whole(steps["whole"], optimizer)
-        dist.barrier()
-
-
-def _train_whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(inputs()).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
 @ranks(2)
@@ -219,6 +149,7 @@ def test_a_checkpoint_of_torch_is_loaded_and_the_other_way_round(world: World, t
         assert_close(model(inputs()), reference(inputs()), "output")
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_a_hybrid_checkpoint_is_loaded_by_a_plain_mesh(world: World, tmp_path: Path) -> None:
     hybrid, plain = seeded(MLP), seeded(MLP, seed=1)
@@ -229,13 +160,3 @@ def test_a_hybrid_checkpoint_is_loaded_by_a_plain_mesh(world: World, tmp_path: P
     dcp.load(state, checkpoint_id=tmp_path)
     plain.load_state_dict(state)
     assert_close(plain(inputs()), seeded(MLP)(inputs()), "output")
-
-
-@ranks(2)
-def test_user_hooks_on_state_dicts_still_run(world: World) -> None:
-    model = shard_mlp()
-    calls: list[str] = []
-    model.blocks[0][0].register_state_dict_post_hook(lambda *_: calls.append("save"))
-    model.blocks[0][0].register_load_state_dict_post_hook(lambda *_: calls.append("load"))
-    model.load_state_dict(model.state_dict())
-    assert calls == ["save", "load"]

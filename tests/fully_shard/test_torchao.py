@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.fully_shard.cases import Library
+from tests.fully_shard.cases import Library, first_of
 from tests.harness import World, ranks
 from tests.harness.models import seeded
 
@@ -88,8 +88,8 @@ def losses_with_torch(rank: int, size: int, kind: str, **options: Any) -> list[f
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
-@pytest.mark.parametrize("kind", ["float8", "float8 with scales ahead", "int8"])
+@first_of("transport", "p2p", "shm", "collective")
+@first_of("kind", "float8 with scales ahead", "int8", "float8", quick=2)
 def test_losses_are_those_of_torchs_fsdp2(world: World, kind: str, transport: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     ours = losses(world, Library("fullshard"), kind, reshard_after_forward=True)
@@ -98,7 +98,7 @@ def test_losses_are_those_of_torchs_fsdp2(world: World, kind: str, transport: st
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
+@first_of("transport", "p2p", "shm", "collective")
 def test_frozen_weights_of_4_bits(world: World, transport: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     assert losses(world, Library("fullshard"), "nf4") == losses_with_torch(world.rank, world.size, "nf4")

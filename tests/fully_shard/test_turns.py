@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from tests.fully_shard.cases import assert_close, environment, groups_of, inputs, local, shard_mlp
+import fullshard
+from fullshard import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from tests.fully_shard.cases import assert_close, environment, first_of, groups_of, inputs, local, shard_mlp
 from tests.harness import World, ranks
+from tests.harness.compare import each_block
 from tests.harness.models import MLP, seeded
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
+TRANSPORTS = first_of("transport", "shm", "p2p", "collective")
 
 
 def in_turns(world: World, act: Any) -> None:
@@ -38,17 +40,14 @@ def materialise(model: nn.Module) -> None:
                 place.to_local().copy_(chunks[rank])
 
 
-@ranks(2, timeout=20)
+@ranks(2)
 @TRANSPORTS
 @pytest.mark.parametrize("how", ["to_empty", "to", "assign"])
 def test_ranks_take_in_new_memory_one_after_the_other(world: World, transport: str, how: str) -> None:
-    with environment(FULLSHARD_TRANSPORT=transport):
-        model = shard_mlp() if how != "to_empty" else seeded(MLP).to("meta")
-        if how == "to_empty":
-            for block in model.blocks:
-                fully_shard(block)
-            fully_shard(model)
     reference, x = seeded(MLP), inputs()
+    with environment(FULLSHARD_TRANSPORT=transport):
+        model = seeded(MLP).to("meta") if how == "to_empty" else seeded(MLP)
+        each_block()(fullshard, model)
     if how == "to_empty":
         in_turns(world, lambda: materialise(model))
     elif how == "to":
@@ -58,7 +57,7 @@ def test_ranks_take_in_new_memory_one_after_the_other(world: World, transport: s
     else:
         state = {name: value.detach().clone() for name, value in model.state_dict().items()}
         in_turns(world, lambda: model.load_state_dict(state, assign=True))
-    parameters = list(model.parameters())
+    parameters: list[Any] = list(model.parameters())
     alias = parameters[0].to_local()
     for _ in range(2):
         found, expected = model(x), reference(x)
@@ -74,18 +73,6 @@ def test_ranks_take_in_new_memory_one_after_the_other(world: World, transport: s
     if how != "assign":
         assert alias.data_ptr() == parameters[0].to_local().data_ptr(), "what was taken before stays what it is"
     assert_close(model(x), reference(x), "output")
-
-
-@ranks(2, timeout=20)
-@TRANSPORTS
-@pytest.mark.parametrize("flat", [True, False])
-def test_wrapped_models_change_dtype_in_turns(world: World, transport: str, flat: bool) -> None:
-    with environment(FULLSHARD_TRANSPORT=transport):
-        model = FullyShardedDataParallel(seeded(MLP), use_orig_params=not flat)
-    reference, x = seeded(MLP).double(), inputs().double()
-    in_turns(world, model.double)
-    for _ in range(2):
-        assert_close(model(x), reference(x), "output")
 
 
 def empty(model: Any) -> None:
@@ -119,7 +106,7 @@ def output(model: Any) -> Any:
     return found
 
 
-@ranks(2, timeout=20)
+@ranks(2)
 @TRANSPORTS
 @pytest.mark.parametrize("api", ["fully_shard", "original", "flat"])
 def test_every_way_to_give_a_model_memory_may_be_taken_in_turns(world: World, transport: str, api: str) -> None:
@@ -144,9 +131,12 @@ def test_every_way_to_give_a_model_memory_may_be_taken_in_turns(world: World, tr
     in_turns(world, lambda: model.load_state_dict(state, assign=True))
     assert_close(output(model), reference(inputs()), "output after assign")
     model(inputs()).sum().backward()
+    in_turns(world, model.double)
+    model.reshard() if isinstance(model, FSDPModule) else None
+    assert_close(model(inputs().double()), reference.double()(inputs().double()), "output in another dtype")
 
 
-@ranks(2, transport="shm", timeout=20)
+@ranks(2, transport="shm")
 def test_a_state_dict_from_before_the_first_forward_is_that_of_the_model(world: World) -> None:
     """In low precision, in which chunks are published, and in the dtype that is stored."""
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):

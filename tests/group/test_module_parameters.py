@@ -11,72 +11,63 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fullshard
-from tests.fully_shard.cases import BOTH, Library, Twins, are_sharded, assert_close, inputs, local, shard_mlp, twins
-from tests.harness import World, ranks
+from tests.fully_shard.cases import (
+    BOTH,
+    Library,
+    Twins,
+    are_sharded,
+    assert_close,
+    first_of,
+    inputs,
+    local,
+    shard_mlp,
+    twins,
+)
+from tests.harness import World, fake_world, ranks
 from tests.harness.compare import each_block, kept, sgd
 from tests.harness.models import MLP, seeded
 
 
-@ranks(2)
 @BOTH
-def test_class_names(world: World, fsdp: Library) -> None:
-    model = shard_mlp(fsdp)
-    assert type(model).__name__ == "FSDPMLP"
-    assert isinstance(model, fsdp.FSDPModule)
-    assert isinstance(model, MLP)
-    assert type(model).__mro__[1:3] == (fsdp.FSDPModule, MLP)
-    assert type(model.blocks[0]).__name__ == "FSDPSequential"
-    assert type(model.blocks[0]) is type(model.blocks[1])
-    assert type(model.blocks[0][0]) is nn.Linear
+def test_classes_are_those_of_the_modules_and_of_the_library(fsdp: Library) -> None:
+    with fake_world(2):
+        model = shard_mlp(fsdp)
+        assert type(model).__name__ == "FSDPMLP"
+        assert type(model).__mro__[1:3] == (fsdp.FSDPModule, MLP)
+        assert type(model.blocks[0]).__name__ == "FSDPSequential"
+        assert type(model.blocks[0]) is type(model.blocks[1])
+        assert type(model.blocks[0][0]) is nn.Linear
+        model = seeded(MLP)
+        blocks = list(model.blocks)[:2]
+        assert fsdp.fully_shard(blocks) is blocks
+        assert fsdp.fully_shard(model) is model
+        layers = [nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)]
+        model = fsdp.fully_shard(nn.Sequential(*layers))
+        assert type(model[:2]) is nn.Sequential
+        assert list(model[:2]) == layers[:2]
+        assert model[0] is layers[0]
 
 
-@ranks(2)
 @BOTH
-def test_fully_shard_returns_what_it_was_given(world: World, fsdp: Library) -> None:
-    model = seeded(MLP)
-    blocks = list(model.blocks)[:2]
-    assert fsdp.fully_shard(blocks) is blocks
-    assert fsdp.fully_shard(model) is model
+@pytest.mark.parametrize(("size", "shape"), [(3, (3,)), (4, (2, 2))], ids=["sharded", "hybrid"])
+def test_sharded_parameters_are_dtensors_on_dim_0(fsdp: Library, size: int, shape: tuple[int, ...]) -> None:
+    for rank in range(size):
+        with fake_world(size, rank) as world:
+            mesh = world.mesh(*shape, names=("replicate", "shard")[-len(shape) :])
+            model, reference = shard_mlp(fsdp, mesh=mesh), seeded(MLP)
+            for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+                assert isinstance(parameter, nn.Parameter), name
+                assert isinstance(parameter, DTensor), name
+                assert parameter.placements == (Replicate(), Shard(0))[-len(shape) :], name
+                assert parameter.device_mesh == mesh, name
+                assert (parameter.shape, parameter.stride()) == (expected.shape, expected.stride()), name
+                assert torch.equal(local(parameter), chunk(expected, shape[-1], rank % shape[-1])), name
 
 
-@ranks(2)
-@BOTH
-def test_index_and_slice_of_a_sharded_sequential(world: World, fsdp: Library) -> None:
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-    layers = list(model)
-    fsdp.fully_shard(model)
-    part = model[:2]
-    assert type(part) is nn.Sequential
-    assert list(part) == layers[:2]
-    assert model[0] is layers[0]
-
-
-@ranks(3)
-@BOTH
-def test_sharded_parameters_are_dtensors_on_dim_0(world: World, fsdp: Library) -> None:
-    mesh = world.mesh()
-    model, reference = shard_mlp(fsdp, mesh=mesh), seeded(MLP)
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert isinstance(parameter, nn.Parameter), name
-        assert isinstance(parameter, DTensor), name
-        assert parameter.placements == (Shard(0),), name
-        assert parameter.device_mesh == mesh, name
-        assert (parameter.shape, parameter.stride()) == (expected.shape, expected.stride()), name
-        chunks = torch.chunk(expected, world.size)
-        mine = chunks[world.rank] if world.rank < len(chunks) else expected[:0]
-        assert torch.equal(local(parameter), mine), name
-
-
-@ranks(4)
-@BOTH
-def test_hybrid_parameters_are_replicated_and_sharded(world: World, fsdp: Library) -> None:
-    mesh = world.mesh(2, 2, names=("replicate", "shard"))
-    model, reference = shard_mlp(fsdp, mesh=mesh), seeded(MLP)
-    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert isinstance(parameter, DTensor)
-        assert parameter.placements == (Replicate(), Shard(0))
-        assert parameter.device_mesh == mesh
-        assert torch.equal(local(parameter), torch.chunk(expected, 2)[world.rank % 2])
+def chunk(value: Tensor, size: int, rank: int) -> Tensor:
+    """The part of a rank of a whole tensor."""
+    chunks = value.detach().chunk(size)
+    return chunks[rank] if rank < len(chunks) else value.detach()[:0]
 
 
 @ranks(2)
@@ -103,19 +94,12 @@ def test_an_int_registers_shards_of_the_smaller_mesh_after_forward(world: World,
         assert parameter.device_mesh.shape == (2, 2)
         assert parameter.placements == (Replicate(), Shard(0))
         if fsdp.name == "fullshard" or expected.shape[0] % 4 == 0:  # torch shows wrong rows if they are uneven
-            assert torch.equal(local(parameter), torch.chunk(expected, 2)[world.rank % 2])
+            assert torch.equal(local(parameter), chunk(expected, 2, world.rank % 2))
+    if fsdp.name == "fullshard":
+        model.blocks[0].reshard()
+        assert model.blocks[0][0].weight.device_mesh.shape == (4,)
     output.sum().backward()
     assert all(shown is known for shown, known in zip(model.parameters(), optimized, strict=True))
-
-
-@ranks(4)
-def test_an_int_that_divides_is_resharded_by_hand(world: World) -> None:
-    model = shard_mlp(reshard_after_forward=2)
-    model(inputs())
-    model.blocks[0].reshard()
-    shown = model.blocks[0][0].weight
-    assert isinstance(shown, DTensor)
-    assert shown.device_mesh.shape == (4,)
 
 
 @ranks(1)
@@ -134,50 +118,43 @@ def test_parameters_are_plain_tensors_inside_forward(world: World) -> None:
 
 
 @ranks(2)
-def test_autograd_sees_the_same_tensors_in_each_step(world: World) -> None:
-    seen: list[list[int]] = []
-    model = shard_mlp()
-    for block in model.blocks:
-        block.register_forward_hook(lambda module, args, output: seen.append([id(p) for p in module.parameters()]))
-    for _ in range(2):
-        model(inputs()).sum().backward()
-    assert seen[: len(model.blocks)] == seen[len(model.blocks) :]
-
-
-@ranks(2)
 @BOTH
-def test_parameters_keep_their_identity_over_steps(world: World, fsdp: Library) -> None:
+def test_autograd_and_optimizers_see_the_same_tensors_in_each_step(world: World, fsdp: Library) -> None:
+    seen: list[list[int]] = []
     model = shard_mlp(fsdp)
     before = list(model.parameters())
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, output: seen.append([id(p) for p in module.parameters()]))
     optimizer = sgd(model.parameters())
     for _ in range(2):
         model(inputs()).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert seen[: len(model.blocks)] == seen[len(model.blocks) :]
     assert all(parameter is known for parameter, known in zip(model.parameters(), before, strict=True))
 
 
 @ranks(2)
 @BOTH
-@pytest.mark.parametrize("how", ["optimizer", "copy", "local"])
-def test_changes_between_forward_and_backward_are_seen_by_backward(world: World, fsdp: Library, how: str) -> None:
-    model, reference = shard_mlp(fsdp, reshard_after_forward=True), seeded(MLP)
-    found, expected = model(inputs()), reference(inputs())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if how == "optimizer":
-                parameter.mul_(2)
-            elif how == "copy":
-                parameter.copy_(parameter * 2)
-            else:
-                local(parameter).mul_(2)
-        for parameter in reference.parameters():
-            parameter.data.mul_(2)
-    parameters = list(model.parameters())
-    found.sum().backward()
-    expected.sum().backward()
-    for parameter, other in zip(parameters, reference.parameters(), strict=True):
-        assert_close(kept(parameter.grad), other.grad, "gradient with the changed parameters")
+def test_changes_between_forward_and_backward_are_seen_by_backward(world: World, fsdp: Library) -> None:
+    for how in ("optimizer", "copy", "local"):
+        model, reference = shard_mlp(fsdp, reshard_after_forward=True), seeded(MLP)
+        found, expected = model(inputs()), reference(inputs())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if how == "optimizer":
+                    parameter.mul_(2)
+                elif how == "copy":
+                    parameter.copy_(parameter * 2)
+                else:
+                    local(parameter).mul_(2)
+            for parameter in reference.parameters():
+                parameter.data.mul_(2)
+        parameters = list(model.parameters())
+        found.sum().backward()
+        expected.sum().backward()
+        for parameter, other in zip(parameters, reference.parameters(), strict=True):
+            assert_close(kept(parameter.grad), other.grad, f"gradient with the changed parameters: {how}")
 
 
 @ranks(2)
@@ -191,7 +168,7 @@ def test_to_reshards_first_and_keeps_sharding(world: World, fsdp: Library) -> No
 
 
 @ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@first_of("dtype", torch.float64, torch.bfloat16)
 def test_a_model_changes_its_dtype_and_trains_on(world: World, dtype: torch.dtype) -> None:
     pair = twins(world)
     pair.step()
@@ -211,22 +188,6 @@ def test_a_model_changes_its_dtype_and_trains_on(world: World, dtype: torch.dtyp
 
 @ranks(2)
 @BOTH
-def test_to_of_the_root_reaches_all_groups(world: World, fsdp: Library) -> None:
-    model = shard_mlp(fsdp)
-    model.double()
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
-    assert are_sharded(model)
-    assert_close(model(inputs().double()), seeded(MLP).double()(inputs().double()), "output")
-
-
-def meta_mlp() -> Any:
-    """An MLP without memory."""
-    with torch.device("meta"):
-        return MLP()
-
-
-@ranks(2)
-@BOTH
 def test_a_model_from_meta_is_materialized_after_sharding(world: World, fsdp: Library) -> None:
     model, reference = meta_mlp(), seeded(MLP)
     each_block()(fsdp, model)
@@ -235,90 +196,16 @@ def test_a_model_from_meta_is_materialized_after_sharding(world: World, fsdp: Li
     assert are_sharded(model)
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), reference.parameters(), strict=True):
-            local(parameter).copy_(_chunk(value, world))
-    if fsdp.name == "torch":
-        assert_close(model(inputs()), reference(inputs()), "output")
-    else:
-        pair = Twins(world, model, reference)
-        pair.step()
-        pair.step()
+            local(parameter).copy_(chunk(value, world.size, world.rank))
+    pair = Twins(world, model, reference)
+    pair.step()
+    pair.step()
 
 
-def _chunk(value: Tensor, world: World) -> Tensor:
-    chunks = torch.chunk(value.detach(), world.size)
-    return chunks[world.rank] if world.rank < len(chunks) else value.detach()[:0]
-
-
-@ranks(2)
-@BOTH
-def test_parameters_on_meta_are_named_at_first_use(world: World, fsdp: Library) -> None:
-    model = meta_mlp()
-    each_block()(fsdp, model)
-    model.blocks[0].to_empty(device="cpu")
-    with pytest.raises(RuntimeError, match=r"blocks\.1\.0\.weight|scale"):
-        model(inputs())
-
-
-@ranks(2)
-def test_after_the_message_about_meta_the_model_can_be_used(world: World) -> None:
-    model = meta_mlp()
-    each_block()(fullshard, model)
-    with pytest.raises(RuntimeError, match="meta"):
-        model(inputs())
-    model.reset_iter_state()
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), seeded(MLP).parameters(), strict=True):
-            local(parameter).copy_(_chunk(value, world))
-    assert_close(model(inputs()), seeded(MLP)(inputs()), "output")
-
-
-@ranks(2)
-def test_buffers_on_meta_are_named_at_first_use(world: World) -> None:
-    class Scaled(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(6, 5)
-            self.register_buffer("temperature", torch.ones(5), persistent=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.temperature
-
+def meta_mlp() -> Any:
+    """An MLP without memory."""
     with torch.device("meta"):
-        model = Scaled()
-    fullshard.fully_shard(model)
-    for parameter in (model.weight, model.bias):
-        values = torch.zeros_like(local(parameter), device="cpu")
-        replacement = nn.Parameter(
-            DTensor.from_local(
-                values,
-                parameter.device_mesh,
-                (Shard(0),),
-                shape=parameter.shape,
-                stride=parameter.stride(),
-                run_check=False,
-            )
-        )
-        setattr(model, "weight" if parameter is model.weight else "bias", replacement)
-    with pytest.raises(RuntimeError, match="temperature"):
-        model(inputs())
-
-
-@ranks(2)
-def test_a_non_persistent_buffer_left_uninitialized_is_named(world: World) -> None:
-    model = meta_mlp()
-    with torch.device("meta"):
-        model.register_buffer("table", torch.ones(5), persistent=False)
-    each_block()(fullshard, model)
-
-    def materialize_and_use() -> None:
-        model.to_empty(device="cpu")
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        model(inputs())
-
-    with pytest.warns(UserWarning, match="table"):
-        materialize_and_use()
+        return MLP()
 
 
 @ranks(2)

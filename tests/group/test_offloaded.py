@@ -22,16 +22,13 @@ def offloaded(policy: OffloadPolicy, model: nn.Module | None = None) -> Any:
     return group
 
 
-@pytest.mark.parametrize(
-    ("share", "chosen"),
-    [(True, {0, 1, 2, 3, 4, 5, 6, 7}), (0.5, {0, 1, 2, 3}), (0.26, {0, 1, 2}), (0.001, {0}), (False, set())],
-)
-def test_a_share_is_that_of_the_first_parameters(share: float, chosen: set[int]) -> None:
-    with fake_world(2):
-        group = offloaded(CPUOffloadPolicy(parameters=share))
-        assert group.offloaded.parameters == chosen
-        assert group.offloaded.state == set(range(8))
-        assert {index for each in group.sections for index in each.members} == set(range(8))
+def test_a_share_is_that_of_the_first_parameters() -> None:
+    for share, count in ((True, 8), (0.5, 4), (0.26, 3), (0.001, 1), (False, 0)):
+        with fake_world(2):
+            group = offloaded(CPUOffloadPolicy(parameters=share))
+            assert group.offloaded.parameters == set(range(count)), share
+            assert group.offloaded.state == set(range(8))
+            assert {index for each in group.sections for index in each.members} == set(range(8))
 
 
 def test_small_parameters_stay_in_memory(tmp_path: Path) -> None:

@@ -66,18 +66,3 @@ def test_a_group_is_not_gathered_inside_of_summon_full_params(world: World) -> N
         pytest.raises(RuntimeError, match="was used inside summon_full_params: leave it before forward or backward"),
     ):
         group.unshard()
-
-
-@ranks(2)
-def test_copies_of_a_group_have_tags_of_their_own_that_ranks_agree_on(world: World) -> None:
-    import copy
-
-    model = nn.Linear(4, 4)
-    group = sharded(model)
-    copies = [copy.deepcopy(model) for _ in range(2)]
-    copies.append(copy.deepcopy(copies[0]))
-    tags = [group.tag, *(groups_of(each)[0].tag for each in copies)]
-    assert len(set(tags)) == 4
-    every = [None] * world.size
-    torch.distributed.all_gather_object(every, tags)
-    assert every == [tags] * world.size

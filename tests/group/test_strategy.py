@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 
-import pytest
-
 from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP, Placement, Strategy
-from tests.fully_shard.cases import Recorder, groups_of, inputs, twins
+from tests.fully_shard.cases import Recorder, first_of, groups_of, inputs, twins
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
 
@@ -25,21 +23,19 @@ def test_a_column_is_switched_and_switched_back() -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize(("strategy", "gathers"), [(FULL_SHARD, 2), (SHARD_GRAD_OP, 1), (WHOLE, 1)])
-@pytest.mark.parametrize("transport", ["p2p", "collective"])
-def test_a_row_says_how_often_parameters_are_gathered(
-    world: World, transport: str, strategy: Strategy, gathers: int
-) -> None:
+@first_of("transport", "p2p", "collective")
+def test_a_row_says_how_often_parameters_are_gathered(world: World, transport: str) -> None:
     """The first group of a chain: the values of the last ones may still be in a slot."""
     os.environ["FULLSHARD_TRANSPORT"] = transport
-    pair = twins(world, lambda: seeded(MLP))
-    for group in groups_of(pair.sharded):
-        group.options.strategy = strategy
-    pair.step()
-    recorder = Recorder(pair.sharded, "gather")
-    for _ in range(3):
+    for strategy, gathers in ((FULL_SHARD, 2), (SHARD_GRAD_OP, 1), (WHOLE, 1)):
+        pair = twins(world, lambda: seeded(MLP))
+        for group in groups_of(pair.sharded):
+            group.options.strategy = strategy
         pair.step()
-        assert recorder.take().count("gather 0") == gathers
+        recorder = Recorder(pair.sharded, "gather")
+        for _ in range(3):
+            pair.step()
+            assert recorder.take().count("gather 0") == gathers, strategy
 
 
 @ranks(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn as nn
@@ -33,9 +35,10 @@ def altered(model: nn.Module, rank: int) -> str:
 
 @ranks(2)
 @pytest.mark.parametrize("build", [MLP, MixedDtypes])
-def test_the_first_parameter_that_differs_is_named(world: World, build: type[nn.Module]) -> None:
+def test_the_first_parameter_that_differs_is_named_on_request(world: World, build: type[nn.Module]) -> None:
     model = seeded(build)
     name = altered(model, world.rank)
+    fullshard.fully_shard(copy.deepcopy(model))
     with pytest.raises(ValueError, match=rf"with different values: rank 0 has '{name}' with .* rank 1 has"):
         fullshard.fully_shard(model, check_values=True)
 
@@ -68,10 +71,3 @@ def test_replicas_are_compared_too(world: World) -> None:
         nn.init.constant_(param, mesh.get_local_rank("replicate"))
     with pytest.raises(ValueError, match="begin with different values"):
         fullshard.fully_shard(model, mesh=mesh, check_values=True)
-
-
-@ranks(2)
-def test_nobody_looks_at_values_without_request(world: World) -> None:
-    model = seeded(MLP)
-    altered(model, world.rank)
-    fullshard.fully_shard(model)

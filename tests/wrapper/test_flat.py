@@ -11,7 +11,7 @@ from torch import nn
 from fullshard import FullyShardedDataParallel
 from fullshard.wrapper.flat import FLAT_NAME, FlatParameter, Fragment, Hidden, ShardMetadata, flat_name
 from tests.fully_shard.cases import groups_of
-from tests.harness import World, fake_world, ranks
+from tests.harness import fake_world
 
 
 def test_the_runs_of_all_ranks_are_each_parameter() -> None:
@@ -28,23 +28,25 @@ def test_the_runs_of_all_ranks_are_each_parameter() -> None:
         assert found == list(range(numel))
 
 
-@ranks(2)
-def test_a_flat_parameter_says_what_it_holds(world: World) -> None:
-    model = FullyShardedDataParallel(nn.Linear(5, 3))
-    ((name, flat),) = model.named_parameters()
+@pytest.mark.parametrize(
+    ("rank", "offsets"), [(0, {"weight": (0, 8)}), (1, {"weight": (9, 14), "bias": (0, 2)})], ids=["first", "second"]
+)
+def test_a_flat_parameter_says_what_it_holds(rank: int, offsets: dict[str, tuple[int, int]]) -> None:
+    with fake_world(2, rank):
+        ((name, flat),) = FullyShardedDataParallel(nn.Linear(5, 3)).named_parameters()
     assert name.endswith(f".{FLAT_NAME}")
     assert isinstance(flat, FlatParameter)
     assert flat._fqns == ("weight", "bias")
     assert flat._numels == (15, 3)
     assert isinstance(flat.shard_metadata, ShardMetadata)
-    offsets = zip(flat.shard_metadata.param_names, flat.shard_metadata.param_offsets, strict=True)
-    assert dict(offsets) == ({"weight": (0, 8)} if world.rank == 0 else {"weight": (9, 14), "bias": (0, 2)})
+    found = zip(flat.shard_metadata.param_names, flat.shard_metadata.param_offsets, strict=True)
+    assert dict(found) == offsets
 
 
-@ranks(2)
-def test_values_that_are_not_there_are_refused_by_name(world: World) -> None:
+def test_values_that_are_not_there_are_refused_by_name() -> None:
     inner = nn.Linear(5, 3)
-    FullyShardedDataParallel(inner)
+    with fake_world(2):
+        FullyShardedDataParallel(inner)
     assert isinstance(inner.weight, Hidden)
     assert (inner.weight.shape, inner.weight.dtype, len(inner.weight)) == ((3, 5), torch.float32, 3)
     assert copy.deepcopy(inner.weight) is inner.weight

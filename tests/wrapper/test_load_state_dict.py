@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fullshard
 from tests.checkpoint.state_dicts import (
-    EACH_KIND,
-    EACH_STRATEGY,
+    KINDS,
     assert_equal_states,
     build,
     mesh_options,
@@ -24,10 +22,11 @@ from tests.checkpoint.state_dicts import (
     whole,
     wrapped,
 )
+from tests.fully_shard.cases import first_of
 from tests.harness import World, ranks
 from tests.harness.compare import mean_square
 from tests.harness.models import MixedDtypes, OddParameters, Transformer, random_batch, seeded
-from tests.harness.wrapper import EACH_WRAPPER, HYBRID, ORIGINAL, WRAPPERS, wrap
+from tests.harness.wrapper import EACH_WRAPPER, HYBRID, ORIGINAL, STRATEGIES, WRAPPERS, wrap
 
 BATCH = random_batch(4, 6)
 
@@ -41,30 +40,30 @@ def assert_holds(model: Any, seed: int) -> None:
 
 
 @ranks(1, 2, 3)
-@EACH_KIND
-@EACH_STRATEGY
+@first_of("strategy", *STRATEGIES)
 @ORIGINAL
-def test_what_was_saved_is_loaded(world: World, kind: str, strategy: str, original: bool) -> None:
+def test_what_was_saved_is_loaded(world: World, strategy: str, original: bool) -> None:
     options = {"strategy": strategy, "original": original}
-    saved, model = wrapped(fullshard, build(1), **options), wrapped(fullshard, build(2), **options)
-    before = [id(parameter) for parameter in model.parameters()]
-    with speaking(fullshard, saved, kind), speaking(fullshard, model, kind):
-        for part, from_part in ((model.module.blocks[0], saved.module.blocks[0]), (model, saved)):
-            keys = part.load_state_dict(from_part.state_dict())
-            assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
-    assert before == [id(parameter) for parameter in model.parameters()]
-    assert_holds(model, 1)
+    for kind in KINDS:
+        saved, model = wrapped(fullshard, build(1), **options), wrapped(fullshard, build(2), **options)
+        before = [id(parameter) for parameter in model.parameters()]
+        with speaking(fullshard, saved, kind), speaking(fullshard, model, kind):
+            for part, from_part in ((model.module.blocks[0], saved.module.blocks[0]), (model, saved)):
+                keys = part.load_state_dict(from_part.state_dict())
+                assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
+        assert before == [id(parameter) for parameter in model.parameters()]
+        assert_holds(model, 1)
 
 
 @ranks(4)
-@EACH_KIND
-@pytest.mark.parametrize("strategy", HYBRID)
-def test_what_a_hybrid_saved_is_loaded(world: World, kind: str, strategy: str) -> None:
+@first_of("strategy", *HYBRID)
+def test_what_a_hybrid_saved_is_loaded(world: World, strategy: str) -> None:
     options = {"strategy": strategy, **mesh_options(world, strategy)}
-    saved, model = wrapped(fullshard, build(1), **options), wrapped(fullshard, build(2), **options)
-    with speaking(fullshard, saved, kind), speaking(fullshard, model, kind):
-        model.load_state_dict(saved.state_dict())
-    assert_holds(model, 1)
+    for kind in KINDS:
+        saved, model = wrapped(fullshard, build(1), **options), wrapped(fullshard, build(2), **options)
+        with speaking(fullshard, saved, kind), speaking(fullshard, model, kind):
+            model.load_state_dict(saved.state_dict())
+        assert_holds(model, 1)
 
 
 @ranks(2)
@@ -85,19 +84,18 @@ def test_of_a_plain_model(world: World, library: str, original: bool, around: bo
     assert_equal_states(model.state_dict(), build(1).state_dict())
 
 
-@ranks(3)
-@pytest.mark.parametrize("way", ["into torch", "from torch"])
-@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+@ranks(2, 3)
 @ORIGINAL
-def test_torch_loads_what_we_save_and_the_other_way_round(world: World, way: str, kind: str, original: bool) -> None:
-    models = {
-        name: wrapped(fsdp, build(seed), original=original, **mesh_options(world))
-        for seed, (name, fsdp) in enumerate(WRAPPERS.items())
-    }
-    source, target = ("fullshard", "torch") if way == "into torch" else ("torch", "fullshard")
-    with speaking(WRAPPERS[source], models[source], kind), speaking(WRAPPERS[target], models[target], kind):
-        models[target].load_state_dict(models[source].state_dict())
-    assert_equal_states(models[target].state_dict(), build(list(WRAPPERS).index(source)).state_dict())
+def test_torch_loads_what_we_save_and_the_other_way_round(world: World, original: bool) -> None:
+    for kind, target in itertools.product(("FULL", "SHARDED"), WRAPPERS):
+        models = {
+            name: wrapped(fsdp, build(seed), original=original, **mesh_options(world))
+            for seed, (name, fsdp) in enumerate(WRAPPERS.items())
+        }
+        (source,) = models.keys() - {target}
+        with speaking(WRAPPERS[source], models[source], kind), speaking(WRAPPERS[target], models[target], kind):
+            models[target].load_state_dict(models[source].state_dict())
+        assert_equal_states(models[target].state_dict(), build(list(WRAPPERS).index(source)).state_dict())
 
 
 def composable(seed: int) -> Any:
@@ -108,7 +106,7 @@ def composable(seed: int) -> Any:
     return model
 
 
-@ranks(3)
+@ranks(2, 3)
 @ORIGINAL
 def test_one_api_loads_what_the_other_saves(world: World, original: bool) -> None:
     model, other = wrapped(fullshard, build(1), original=original), composable(2)
@@ -122,40 +120,16 @@ def test_one_api_loads_what_the_other_saves(world: World, original: bool) -> Non
     assert_equal_states(plain.state_dict(), build(3).state_dict())
 
 
-@ranks(3)
-@ORIGINAL
-def test_a_checkpoint_of_two_ranks_is_loaded_by_three(world: World, original: bool, tmp_path: Path) -> None:
-    """Into the wrapper, into `fully_shard` and into a plain model."""
-    pair = dist.new_group([0, 1])
-    if world.rank < 2:
-        saved = wrapped(fullshard, build(1), original=original, process_group=pair)
-        with speaking(fullshard, saved, "SHARDED"):
-            dcp.save(saved.state_dict(), checkpoint_id=tmp_path, process_group=pair)
-    dist.barrier()
-    model = wrapped(fullshard, build(2), original=not original)
-    with speaking(fullshard, model, "SHARDED"):
-        state = model.state_dict()
-        dcp.load(state, checkpoint_id=tmp_path)
-        model.load_state_dict(state)
-    assert_holds(model, 1)
-    for other in (composable(3), build(4)):
-        state = other.state_dict()
-        dcp.load(state, checkpoint_id=tmp_path)
-        other.load_state_dict(state)
-        assert_equal_states(whole(other.state_dict()), build(1).state_dict())
-
-
 @ranks(2)
-@EACH_KIND
 @ORIGINAL
-def test_files_of_torch_save(world: World, kind: str, original: bool, tmp_path: Path) -> None:
-    """No larger than the values that they hold, but for names and shapes."""
-    saved, model = (wrapped(fullshard, build(seed), original=original) for seed in (1, 2))
-    path = tmp_path / f"{world.rank}.pt"
-    with speaking(fullshard, saved, kind), speaking(fullshard, model, kind):
-        torch.save(saved.state_dict(), path)
-        model.load_state_dict(torch.load(path, weights_only=False))
-    assert_holds(model, 1)
+def test_files_of_torch_save(world: World, original: bool, tmp_path: Path) -> None:
+    for kind in KINDS:
+        saved, model = (wrapped(fullshard, build(seed), original=original) for seed in (1, 2))
+        path = tmp_path / f"{world.rank}-{kind}.pt"
+        with speaking(fullshard, saved, kind), speaking(fullshard, model, kind):
+            torch.save(saved.state_dict(), path)
+            model.load_state_dict(torch.load(path, weights_only=False))
+        assert_holds(model, 1)
 
 
 @ranks(2)
@@ -201,6 +175,7 @@ def test_sizes_that_do_not_fit(world: World, library: str, original: bool) -> No
 @pytest.mark.parametrize("where", ["root", "plain"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_after_an_error_in_the_middle_the_model_is_usable(world: World, original: bool, where: str, when: str) -> None:
+    """An optimizer that is built then finds the parameters of before: whole ones would take the memory of the model."""
     inner = build(2)
 
     def fail(*args: Any) -> None:
@@ -214,8 +189,11 @@ def test_after_an_error_in_the_middle_the_model_is_usable(world: World, original
     else:
         for index, block in enumerate(inner.blocks):
             inner.blocks[index] = wrap(fullshard, block, original=original)
-    with pytest.raises(KeyError):
+    before = [(name, id(param), param.shape) for name, param in model.named_parameters()]
+    with pytest.raises(KeyError, match="a hook of the user"):
         model.load_state_dict(build(1).state_dict())
+    if where == "root":
+        assert [(name, id(param), param.shape) for name, param in model.named_parameters()] == before
     handle.remove()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mean_square(model, BATCH(0)).backward()
@@ -228,60 +206,61 @@ def test_after_an_error_in_the_middle_the_model_is_usable(world: World, original
 
 @ranks(2)
 @ORIGINAL
-@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
-def test_assign(world: World, original: bool, kind: str) -> None:
+def test_assign(world: World, original: bool) -> None:
     """Parameters stay the objects that they were, for the sake of optimizers; they take the values."""
-    saved, model = (wrapped(fullshard, build(seed), original=original) for seed in (1, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [id(parameter) for parameter in model.parameters()]
-    with speaking(fullshard, saved, kind), speaking(fullshard, model, kind):
-        model.load_state_dict(saved.state_dict(), assign=True)
-    assert before == [id(parameter) for parameter in model.parameters()]
-    assert_equal_states(model.state_dict(), build(1).state_dict())
-    mean_square(model, BATCH(0)).backward()
-    optimizer.step()
-    assert not torch.equal(model.state_dict()["gain"], build(1).gain)
+    for kind in ("FULL", "SHARDED"):
+        saved, model = (wrapped(fullshard, build(seed), original=original) for seed in (1, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = [id(parameter) for parameter in model.parameters()]
+        with speaking(fullshard, saved, kind), speaking(fullshard, model, kind):
+            model.load_state_dict(saved.state_dict(), assign=True)
+        assert before == [id(parameter) for parameter in model.parameters()]
+        assert_equal_states(model.state_dict(), build(1).state_dict())
+        mean_square(model, BATCH(0)).backward()
+        optimizer.step()
+        assert not torch.equal(model.state_dict()["gain"], build(1).gain)
 
 
 @ranks(2)
 @ORIGINAL
-@EACH_KIND
-@pytest.mark.parametrize("units", [["head"], ["tokens"], ["tokens", "head"], ["head", "tokens"]], ids="-".join)
-def test_ties_across_units(world: World, original: bool, kind: str, units: list[str]) -> None:
+@first_of("strategy", "FULL_SHARD", "SHARD_GRAD_OP")
+def test_ties_across_units(world: World, original: bool, strategy: str) -> None:
     """The names are all there, as in the plain model, and loading either loads both."""
 
-    def tied(seed: int) -> Any:
+    def tied(seed: int, units: tuple[str, ...]) -> Any:
         model: Any = seeded(lambda: Transformer(tied=True), seed)
         for unit in units:
-            setattr(model, unit, wrap(fullshard, getattr(model, unit), original=original))
-        return wrap(fullshard, model, original=original)
+            setattr(model, unit, wrap(fullshard, getattr(model, unit), original=original, strategy=strategy))
+        return wrap(fullshard, model, original=original, strategy=strategy)
 
-    saved, model = tied(1), tied(2)
     plain = seeded(lambda: Transformer(tied=True), 1).state_dict()
-    with speaking(fullshard, saved, kind), speaking(fullshard, model, kind):
-        state = saved.state_dict()
-        if kind != "LOCAL":
-            assert_equal_states(whole(state), plain)
-        model.load_state_dict(state)
-    assert_equal_states(model.state_dict(), plain)
     ids = torch.arange(6).view(1, 6)
-    assert torch.allclose(model(ids), saved(ids), atol=1e-6)
+    orders = (("head",), ("tokens",), ("tokens", "head"), ("head", "tokens"))
+    for kind, units in itertools.product(KINDS, orders):
+        saved, model = tied(1, units), tied(2, units)
+        with speaking(fullshard, saved, kind), speaking(fullshard, model, kind):
+            state = saved.state_dict()
+            if kind != "LOCAL":
+                assert_equal_states(whole(state), plain)
+            model.load_state_dict(state)
+        assert_equal_states(model.state_dict(), plain)
+        assert torch.allclose(model(ids), saved(ids), atol=1e-6)
 
 
 @ranks(2)
-@EACH_KIND
 @ORIGINAL
-def test_checkpoint_wrappers_and_none_are_interchangeable(world: World, kind: str, original: bool) -> None:
-    model: Any = build(1)
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = wrap(fullshard, checkpoint_wrapper(block), original=original)
-    model = wrap(fullshard, model, original=original)
-    without, target = (wrapped(fullshard, build(seed), original=original) for seed in (2, 3))
-    for source, goal in ((model, target), (without, model)):
-        with speaking(fullshard, source, kind), speaking(fullshard, goal, kind):
-            goal.load_state_dict(source.state_dict())
-    assert_equal_states(target.state_dict(), build(1).state_dict())
-    assert_equal_states(model.state_dict(), build(2).state_dict())
+def test_checkpoint_wrappers_and_none_are_interchangeable(world: World, original: bool) -> None:
+    for kind in KINDS:
+        model: Any = build(1)
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = wrap(fullshard, checkpoint_wrapper(block), original=original)
+        model = wrap(fullshard, model, original=original)
+        without, target = (wrapped(fullshard, build(seed), original=original) for seed in (2, 3))
+        for source, goal in ((model, target), (without, model)):
+            with speaking(fullshard, source, kind), speaking(fullshard, goal, kind):
+                goal.load_state_dict(source.state_dict())
+        assert_equal_states(target.state_dict(), build(1).state_dict())
+        assert_equal_states(model.state_dict(), build(2).state_dict())
 
 
 @ranks(2)
@@ -295,13 +274,16 @@ def test_what_is_missing_of_a_parameter_that_is_not_contiguous_stays(world: Worl
 
 @ranks(2)
 @pytest.mark.parametrize(("model", "original"), [(OddParameters, True), (MixedDtypes, True), (MixedDtypes, False)])
-@EACH_KIND
-def test_odd_parameters(world: World, original: bool, model: Any, kind: str) -> None:
+def test_odd_parameters(world: World, original: bool, model: Any) -> None:
     """Scalars, non-contiguous ones, several dtypes; frozen beside trained with original parameters."""
-    saved, other = (wrap(fullshard, seeded(model, seed), original=original) for seed in (1, 2))
-    with speaking(fullshard, saved, kind), speaking(fullshard, other, kind):
-        other.load_state_dict(saved.state_dict())
-    assert_equal_states(other.state_dict(), seeded(model, 1).state_dict())
+    for kind in KINDS:
+        saved, other = (wrap(fullshard, seeded(model, seed), original=original) for seed in (1, 2))
+        with speaking(fullshard, saved, kind), speaking(fullshard, other, kind):
+            state = saved.state_dict()
+            if kind != "LOCAL":
+                assert_equal_states(whole(state), seeded(model, 1).state_dict())
+            other.load_state_dict(state)
+        assert_equal_states(other.state_dict(), seeded(model, 1).state_dict())
 
 
 @ranks(2)
@@ -343,20 +325,3 @@ def test_the_local_state_dict_of_another_sharding(world: World, original: bool) 
         with pytest.raises(RuntimeError, match="_flat_param"):
             large.load_state_dict(small.state_dict())
         large.load_state_dict(large.state_dict())
-
-
-@ranks(2)
-@ORIGINAL
-def test_after_an_error_in_the_middle_the_parameters_are_those_of_before(world: World, original: bool) -> None:
-    """An optimizer that is built now has to find them, and whole ones would take the memory of the model."""
-    inner = build(2)
-
-    def fail(*args: Any) -> None:
-        raise KeyError("a hook of the user")
-
-    inner.blocks[1][0].register_load_state_dict_pre_hook(fail)
-    model = wrapped(fullshard, inner, original=original)
-    before = [(name, id(param), param.shape) for name, param in model.named_parameters()]
-    with pytest.raises(KeyError, match="a hook of the user"):
-        model.load_state_dict(build(1).state_dict())
-    assert [(name, id(param), param.shape) for name, param in model.named_parameters()] == before

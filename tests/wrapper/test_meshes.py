@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from typing import Any
@@ -69,17 +70,14 @@ def ranks_of(data: DataMesh) -> tuple[Any, Any]:
 
 
 @ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("strategy", [None, *STRATEGIES], ids=str)
-@pytest.mark.parametrize("policy", [False, True])
-def test_strategies_warnings_and_errors_are_torchs(world: World, strategy: Any, policy: bool) -> None:
+def test_strategies_warnings_and_errors_are_torchs(world: World) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # what torch counts as the devices of a node without an accelerator
-    assert outcome(resolve, strategy, policy=policy) == outcome(by_torch, strategy, policy=policy)
+    for strategy, policy in itertools.product([None, *STRATEGIES], (False, True)):
+        assert outcome(resolve, strategy, policy=policy) == outcome(by_torch, strategy, policy=policy), strategy
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-@pytest.mark.parametrize("given", ["group", "pair", "list", "mesh", "hybrid mesh", "both"])
-def test_groups_and_meshes_fit_the_strategies_that_they_fit_in_torch(world: World, strategy: Any, given: str) -> None:
+def test_groups_and_meshes_fit_the_strategies_that_they_fit_in_torch(world: World) -> None:
     one, two = world.mesh(), world.mesh(1, world.size, names=("nodes", "ranks"))
     pair = (two.get_group(1), two.get_group(0))
     choices: dict[str, dict[str, Any]] = {
@@ -90,32 +88,33 @@ def test_groups_and_meshes_fit_the_strategies_that_they_fit_in_torch(world: Worl
         "hybrid mesh": {"device_mesh": two},
         "both": {"device_mesh": one, "process_group": dist.group.WORLD},
     }
-    ours, theirs = outcome(resolve, strategy, **choices[given]), outcome(by_torch, strategy, **choices[given])
-    if theirs[0] is AttributeError:  # which torch raises by accident
-        theirs = ValueError, []
-    if strategy not in HYBRID and given == "hybrid mesh":
-        theirs[1].append(UserWarning)  # torch leaves the second dim alone without a word
-        assert ours[0] == theirs[0]
-        assert set(ours[1]) <= set(theirs[1])
-        return
-    assert ours == theirs
+    for strategy, (given, choice) in itertools.product(STRATEGIES, choices.items()):
+        ours, theirs = outcome(resolve, strategy, **choice), outcome(by_torch, strategy, **choice)
+        if theirs[0] is AttributeError:  # which torch raises by accident
+            theirs = ValueError, []
+        if strategy not in HYBRID and given == "hybrid mesh":
+            theirs[1].append(UserWarning)  # torch leaves the second dim alone without a word
+            assert ours[0] == theirs[0], strategy
+            assert set(ours[1]) <= set(theirs[1]), strategy
+        else:
+            assert ours == theirs, (strategy, given)
 
 
 @ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("strategy", [None, *SHARDING], ids=str)
-def test_all_ranks_shard_by_default(world: World, strategy: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found, data = resolve(strategy)
+def test_all_ranks_shard_by_default(world: World) -> None:
     every = list(range(world.size))
-    if world.size == 1:
-        assert found is NO_SHARD
-        assert ranks_of(data) == (every, None)
-        return
-    assert found is (strategy or FULL)
-    assert ranks_of(data) == (None, every)
-    assert data.mesh.mesh.tolist() == every
-    assert data.shard_group is dist.group.WORLD
+    for strategy in (None, *SHARDING):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found, data = resolve(strategy)
+        if world.size == 1:
+            assert found is NO_SHARD
+            assert ranks_of(data) == (every, None)
+        else:
+            assert found is (strategy or FULL)
+            assert ranks_of(data) == (None, every)
+            assert data.mesh.mesh.tolist() == every
+            assert data.shard_group is dist.group.WORLD
 
 
 @ranks(2, 3, 4)
@@ -127,22 +126,21 @@ def test_no_shard_replicates(world: World) -> None:
 
 
 @ranks(4)
-@pytest.mark.parametrize("strategy", HYBRID, ids=str)
-def test_nodes_are_made_once_and_shared(world: World, strategy: Any) -> None:
+def test_nodes_are_made_once_and_shared(world: World) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    found, data = resolve(strategy, policy=True)
     node, place = divmod(world.rank, 2)
-    assert found is strategy
+    found, data = resolve(HYBRID_SHARD, policy=True)
+    assert found is HYBRID_SHARD
     assert ranks_of(data) == ([place, place + 2], [2 * node, 2 * node + 1])
     assert data.mesh.mesh.tolist() == [[0, 1], [2, 3]]
     assert data.mesh.mesh_dim_names == ("replicate", "shard")
     assert data.mesh["shard"].mesh.tolist() == [2 * node, 2 * node + 1]
     assert data.mesh["shard"].get_group() is data.shard_group
-    for other in HYBRID:
-        assert resolve(other, policy=True)[1] is data
     pair = (data.shard_group, data.replicate_group)
-    assert resolve(strategy, pair)[1] is resolve(strategy, pair)[1]
-    assert resolve(strategy, pair)[1].shard_group is data.shard_group
+    for strategy in HYBRID:
+        assert resolve(strategy, policy=True) == (strategy, data)
+        assert resolve(strategy, pair)[1] is resolve(strategy, pair)[1]
+        assert resolve(strategy, pair)[1].shard_group is data.shard_group
 
 
 @ranks(2, 3)
@@ -152,11 +150,11 @@ def test_without_a_launcher_all_ranks_are_one_node(world: World) -> None:
     assert ranks_of(data) == ([world.rank], list(range(world.size)))
 
 
-@pytest.mark.parametrize(("size", "node"), [(8, 3), (8, 16), (8, 0)])
-def test_a_world_that_does_not_divide_into_nodes(monkeypatch: pytest.MonkeyPatch, size: int, node: int) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
-    with fake_world(size), pytest.raises(ValueError, match=f"{size} ranks .* {node} ranks"):
-        resolve(HYBRID_SHARD, policy=True)
+def test_a_world_that_does_not_divide_into_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for node in (3, 16, 0):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
+        with fake_world(8), pytest.raises(ValueError, match=f"8 ranks .* {node} ranks"):
+            resolve(HYBRID_SHARD, policy=True)
 
 
 def test_a_node_has_as_many_ranks_as_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,81 +168,77 @@ def test_a_node_has_as_many_ranks_as_devices(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @ranks(4)
-@pytest.mark.parametrize("grid", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]], [[0, 1, 2, 3]]], ids=str)
-def test_a_pair_of_groups_becomes_their_grid(world: World, grid: list[list[int]]) -> None:
-    rows = {rank: row for row in grid for rank in row}
-    columns = {rank: list(column) for column in zip(*grid, strict=True) for rank in column}
-    shard, _ = dist.new_subgroups_by_enumeration(grid)
-    replicate, _ = dist.new_subgroups_by_enumeration([list(column) for column in zip(*grid, strict=True)])
-    _, data = resolve(HYBRID_SHARD, (shard, replicate))
-    assert (data.shard_group, data.replicate_group) == (shard, replicate)
-    assert ranks_of(data) == (sorted(columns[world.rank]), sorted(rows[world.rank]))
-    mesh = data.mesh.mesh.tolist()
-    assert sorted(map(sorted, mesh)) == sorted(map(sorted, grid))
-    assert sorted(map(sorted, zip(*mesh, strict=True))) == sorted(map(sorted, columns.values()))[:: len(grid)]
-    assert resolve(HYBRID_SHARD, (shard, replicate))[1] is data
+def test_a_pair_of_groups_becomes_their_grid(world: World) -> None:
+    for grid in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]], [[0, 1, 2, 3]]):
+        transposed = [list(column) for column in zip(*grid, strict=True)]
+        rows = {rank: row for row in grid for rank in row}
+        columns = {rank: column for column in transposed for rank in column}
+        shard, _ = dist.new_subgroups_by_enumeration(grid)
+        replicate, _ = dist.new_subgroups_by_enumeration(transposed)
+        _, data = resolve(HYBRID_SHARD, (shard, replicate))
+        assert (data.shard_group, data.replicate_group) == (shard, replicate)
+        assert ranks_of(data) == (sorted(columns[world.rank]), sorted(rows[world.rank]))
+        mesh = data.mesh.mesh.tolist()
+        assert sorted(map(sorted, mesh)) == sorted(map(sorted, grid))
+        assert sorted(map(sorted, zip(*mesh, strict=True))) == sorted(map(sorted, transposed))
+        assert resolve(HYBRID_SHARD, (shard, replicate))[1] is data
 
 
 @ranks(4)
-@pytest.mark.parametrize("columns", [[[0, 1], [2, 3]], [[0, 1, 2, 3]], [[0, 3], [1, 2]]], ids=str)
-def test_groups_that_are_no_row_and_column(world: World, columns: list[list[int]]) -> None:
+def test_groups_that_are_no_row_and_column(world: World) -> None:
     """The last would add up gradients of different parts of the parameters: 0 is the first of its row, 3 the last."""
     shard, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
-    replicate, _ = dist.new_subgroups_by_enumeration(columns)
-    with pytest.raises(ValueError, match=f"rank {world.rank} in common"):
-        resolve(HYBRID_SHARD, (shard, replicate))
+    for columns in ([[0, 1], [2, 3]], [[0, 1, 2, 3]], [[0, 3], [1, 2]]):
+        replicate, _ = dist.new_subgroups_by_enumeration(columns)
+        with pytest.raises(ValueError, match=f"rank {world.rank} in common"):
+            resolve(HYBRID_SHARD, (shard, replicate))
 
 
 @ranks(4)
-@pytest.mark.parametrize("kind", ["named", "nameless", "child"])
-def test_hybrid_meshes(world: World, kind: str) -> None:
-    if kind == "named":
-        mesh = world.mesh(2, 2, names=("a", "b"))
-    elif kind == "nameless":
-        mesh = world.mesh(2, 2)
-    else:
-        mesh = world.mesh(2, 2, 1, names=("a", "b", "tp"))["a", "b"]
-    _, data = resolve(HYBRID_SHARD, device_mesh=mesh)
-    assert (data.replicate_group, data.shard_group) == (mesh.get_group(0), mesh.get_group(1))
-    assert data.mesh.mesh.tolist() == [[0, 1], [2, 3]]
-    assert data.mesh[data.mesh.mesh_dim_names[-1]].mesh.tolist() == mesh.mesh[world.rank // 2].tolist()
-    assert (data.mesh is mesh) is (kind != "nameless")
-    assert resolve(HYBRID_SHARD, device_mesh=mesh)[1] is data
+def test_hybrid_meshes(world: World) -> None:
+    child = world.mesh(2, 2, 1, names=("a", "b", "tp"))["a", "b"]
+    for mesh in (world.mesh(2, 2, names=("a", "b")), world.mesh(2, 2), child):
+        _, data = resolve(HYBRID_SHARD, device_mesh=mesh)
+        assert (data.replicate_group, data.shard_group) == (mesh.get_group(0), mesh.get_group(1))
+        assert data.mesh.mesh.tolist() == [[0, 1], [2, 3]]
+        assert data.mesh[data.mesh.mesh_dim_names[-1]].mesh.tolist() == mesh.mesh[world.rank // 2].tolist()
+        assert (data.mesh is mesh) is (mesh.mesh_dim_names is not None)
+        assert resolve(HYBRID_SHARD, device_mesh=mesh)[1] is data
 
 
 @ranks(4)
-@pytest.mark.parametrize("strategy", [FULL, NO_SHARD], ids=str)
-def test_a_child_of_a_mesh(world: World, strategy: Any) -> None:
+def test_a_child_of_a_mesh(world: World) -> None:
     mesh = world.mesh(2, 2, names=("dp", "tp"))["dp"]
-    _, data = resolve(strategy, device_mesh=mesh)
-    assert data.mesh is mesh
-    assert (data.shard_group or data.replicate_group) is mesh.get_group()
-    assert (data.shard_group is not None) is (strategy is FULL)
-    assert resolve(strategy, device_mesh=mesh)[1] is data
+    for strategy in (FULL, NO_SHARD):
+        _, data = resolve(strategy, device_mesh=mesh)
+        assert data.mesh is mesh
+        assert (data.shard_group or data.replicate_group) is mesh.get_group()
+        assert (data.shard_group is not None) is (strategy is FULL)
+        assert resolve(strategy, device_mesh=mesh)[1] is data
 
 
 @ranks(4)
-@pytest.mark.parametrize("names", [("a", "b"), None], ids=str)
-def test_the_first_dim_of_a_larger_mesh_is_used_with_a_warning(world: World, names: Any) -> None:
-    with pytest.warns(UserWarning, match="first dim"):
-        _, data = resolve(FULL, device_mesh=world.mesh(2, 2, names=names))
-    assert ranks_of(data) == (None, [world.rank % 2, world.rank % 2 + 2])
+def test_the_first_dim_of_a_larger_mesh_is_used_with_a_warning(world: World) -> None:
+    for names in (("a", "b"), None):
+        with pytest.warns(UserWarning, match="first dim"):
+            _, data = resolve(FULL, device_mesh=world.mesh(2, 2, names=names))
+        assert ranks_of(data) == (None, [world.rank % 2, world.rank % 2 + 2])
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("given", ["mesh", "pair", "nodes"])
-def test_replicas_remain_where_one_rank_shards(world: World, given: str) -> None:
+def test_replicas_remain_where_one_rank_shards(world: World) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     mesh = world.mesh(world.size, 1, names=("replicate", "shard"))
-    choices: dict[str, dict[str, Any]] = {
-        "mesh": {"device_mesh": mesh},
-        "pair": {"process_group": (mesh.get_group(1), mesh.get_group(0))},
-        "nodes": {"policy": True},
-    }
-    with pytest.warns(UserWarning, match="one rank to shard over"):
-        strategy, data = resolve(HYBRID_SHARD, **choices[given])
-    assert strategy is NO_SHARD
-    assert ranks_of(data) == (list(range(world.size)), None)
+    choices: list[dict[str, Any]] = [
+        {"device_mesh": mesh},
+        {"process_group": (mesh.get_group(1), mesh.get_group(0))},
+        {"policy": True},
+    ]
+    for choice in choices:
+        with pytest.warns(UserWarning, match="one rank to shard over"):
+            strategy, data = resolve(HYBRID_SHARD, **choice)
+        assert strategy is NO_SHARD
+        assert ranks_of(data) == (list(range(world.size)), None)
 
 
 @ranks(2)
@@ -259,12 +253,11 @@ def test_a_mesh_without_this_rank(world: World) -> None:
             resolve(FULL, group)
 
 
-@pytest.mark.parametrize("wrong", ["gloo", 3, [0, 1]])
 @pytest.mark.parametrize("argument", ["process_group", "device_mesh"])
-@pytest.mark.parametrize("strategy", [FULL, HYBRID_SHARD], ids=str)
-def test_neither_a_group_nor_a_mesh(wrong: Any, argument: str, strategy: Any) -> None:
-    with fake_world(4), pytest.raises(ValueError, match=argument):
-        resolve(strategy, **{argument: wrong})
+def test_neither_a_group_nor_a_mesh(argument: str) -> None:
+    for wrong, strategy in itertools.product(("gloo", 3, [0, 1]), (FULL, HYBRID_SHARD)):
+        with fake_world(4), pytest.raises(ValueError, match=argument):
+            resolve(strategy, **{argument: wrong})
 
 
 def test_no_default_process_group() -> None:

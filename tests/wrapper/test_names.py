@@ -10,11 +10,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import fullshard
 from fullshard.wrapper.flat import FlatParameter
 from fullshard.wrapper.optim_state import shown_parameters
-from tests.checkpoint.cases import SHARDINGS, wrapped
-from tests.harness import World, ranks
+from tests.checkpoint.cases import both_ways, wrapped
+from tests.harness import World, fake_world, ranks
+from tests.harness.compare import each_block
 from tests.harness.models import MLP, Transformer, seeded
-
-both_ways = pytest.mark.parametrize("use_orig_params", SHARDINGS.values(), ids=SHARDINGS)
 
 
 def names(root: nn.Module) -> set[str]:
@@ -32,54 +31,47 @@ def checkpointed() -> MLP:
     return model
 
 
-@ranks(1, 2)
+@pytest.mark.parametrize("size", [1, 2])
 @both_ways
 @pytest.mark.parametrize("build", [MLP, checkpointed])
-def test_names_are_those_without_wrappers(world: World, use_orig_params: bool, build: type[MLP]) -> None:
-    model = wrapped(build=build, use_orig_params=use_orig_params)
-    assert names(model) == originals(seeded(MLP))
-    shown = shown_parameters(model)
-    assert set(shown) == set(model.parameters())
-    for param, places in shown.items():
-        assert len(places) == (1 if use_orig_params or len(places) == 1 else 2)
-        for place in places:
-            assert place.param.sharded is param
-            assert place.param.shape == seeded(MLP).get_parameter(place.name).shape
+def test_names_are_those_without_wrappers(size: int, use_orig_params: bool, build: type[MLP]) -> None:
+    with fake_world(size):
+        model = wrapped(build=build, use_orig_params=use_orig_params)
+        assert names(model) == originals(seeded(MLP))
+        shown = shown_parameters(model)
+        assert list(shown) == list(model.parameters())
+        for param, places in shown.items():
+            assert isinstance(param, FlatParameter) is not use_orig_params
+            assert len(places) == (1 if use_orig_params or len(places) == 1 else 2)
+            if not use_orig_params:
+                held = [place.name.rpartition(".")[2] for place in places]
+                assert held == [name.rpartition(".")[2] for name in param._fqns]
+            for place in places:
+                assert place.param.sharded is param
+                assert place.param.shape == seeded(MLP).get_parameter(place.name).shape
 
 
-@ranks(2)
 @both_ways
-def test_names_are_relative_to_the_root(world: World, use_orig_params: bool) -> None:
-    model = wrapped(use_orig_params=use_orig_params)
-    assert names(model.blocks[0]) == {"0.weight", "0.bias"}
-    assert names(model.blocks) == {name.removeprefix("blocks.") for name in originals(seeded(MLP))} - {"scale"}
-    outer = nn.Sequential(nn.Linear(2, 2), model)
-    assert names(outer) == {"0.weight", "0.bias"} | {f"1.{name}" for name in originals(seeded(MLP))}
-    assert [place.group for place in shown_parameters(outer)[outer[0].weight]] == [None]
+def test_names_are_relative_to_the_root(use_orig_params: bool) -> None:
+    with fake_world(2):
+        model = wrapped(use_orig_params=use_orig_params)
+        assert names(model.blocks[0]) == {"0.weight", "0.bias"}
+        assert names(model.blocks) == {name.removeprefix("blocks.") for name in originals(seeded(MLP))} - {"scale"}
+        outer = nn.Sequential(nn.Linear(2, 2), model)
+        assert names(outer) == {"0.weight", "0.bias"} | {f"1.{name}" for name in originals(seeded(MLP))}
+        assert [place.group for place in shown_parameters(outer)[outer[0].weight]] == [None]
 
 
-@ranks(2)
-@both_ways
-def test_flat_parameters_hold_their_parameters_in_order(world: World, use_orig_params: bool) -> None:
-    for param, places in shown_parameters(wrapped(use_orig_params=use_orig_params)).items():
-        assert isinstance(param, FlatParameter) is not use_orig_params
-        if not use_orig_params:
-            assert tuple(place.name.rpartition(".")[2] for place in places) == tuple(
-                name.rpartition(".")[2] for name in param._fqns
-            )
-
-
-@ranks(2)
 @pytest.mark.parametrize("wrapper", [True, False], ids=["wrapper", "fully_shard"])
-def test_tied_parameters_have_the_first_name(world: World, wrapper: bool) -> None:
+def test_tied_parameters_have_the_first_name(wrapper: bool) -> None:
     expected = originals(seeded(lambda: Transformer(tied=True)))
-    if wrapper:
-        model = wrapped(build=lambda: Transformer(tied=True), use_orig_params=True)
-    else:
-        model = seeded(lambda: Transformer(tied=True))
-        for module in (*model.blocks, model):
-            fullshard.fully_shard(module)
-    assert names(model) == expected
+    with fake_world(2):
+        if wrapper:
+            model = wrapped(build=lambda: Transformer(tied=True), use_orig_params=True)
+        else:
+            model = seeded(lambda: Transformer(tied=True))
+            each_block()(fullshard, model)
+        assert names(model) == expected
     assert "tokens.weight" in expected
     assert "head.weight" not in expected
 

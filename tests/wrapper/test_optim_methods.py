@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed import fsdp as torch_fsdp
 
 from fullshard.wrapper.optim_methods import OptimStateMethods
 from tests.checkpoint.cases import (
@@ -25,22 +23,6 @@ from tests.checkpoint.cases import (
 )
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
-
-METHODS = [name for name, member in vars(OptimStateMethods).items() if isinstance(member, staticmethod)]
-
-
-def test_there_are_eight_methods() -> None:
-    assert len(METHODS) == 8
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_signatures_are_those_of_torch(method: str) -> None:
-    ours, theirs = (
-        [(name, each.default, each.kind) for name, each in inspect.signature(getattr(cls, method)).parameters.items()]
-        for cls in (OptimStateMethods, torch_fsdp.FullyShardedDataParallel)
-    )
-    assert ours == theirs
-    assert inspect.getdoc(getattr(OptimStateMethods, method))
 
 
 @ranks(1, 2)
@@ -108,46 +90,39 @@ def test_warnings(world: World, name: str) -> None:
 
 @ranks(1)
 @libraries
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
+def test_wrong_optim_input(world: World, name: str) -> None:
+    library = LIBRARIES[name]
+    model = wrapped(library)
+    optimizer = optimizer_of(model, "Adam")
+    train(model, optimizer, range(1))
+    mistakes: list[tuple[Any, type[Exception]]] = [
         (7, TypeError),
         ([], ValueError),
         ([nn.Parameter(torch.ones(2)), {"params": []}], TypeError),
         ([{"parameters": []}], AssertionError),
         ([nn.Parameter(torch.ones(2))], KeyError),
-    ],
-    ids=["number", "empty", "mixed", "no params", "unknown"],
-)
-def test_wrong_optim_input(world: World, name: str, given: Any, error: type[Exception]) -> None:
-    library = LIBRARIES[name]
-    model = wrapped(library)
-    optimizer = optimizer_of(model, "Adam")
-    train(model, optimizer, range(1))
-    with quiet(), pytest.raises(error):
-        library.methods.full_optim_state_dict(model, optimizer, given)
+    ]
+    for given, error in mistakes:
+        with quiet(), pytest.raises(error):
+            library.methods.full_optim_state_dict(model, optimizer, given)
 
 
-# -- rekey -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("by", ["optim", "optim_input", "neither"])
-def test_names_and_numbers_as_torch(by: str) -> None:
+def test_names_and_numbers_as_torch() -> None:
     plain = seeded(MLP)
     optimizer = optimizer_of(plain, "Adam")
     train(plain, optimizer, range(1))
-    how = {"optim": {"optim": optimizer}, "optim_input": {"optim_input": list(plain.parameters())}, "neither": {}}[by]
-    found = []
-    with quiet():
-        for library in (OURS, TORCHS):
-            types, rekey = library.settings.OptimStateKeyType, library.methods.rekey_optim_state_dict
-            numbers = optimizer.state_dict()
-            names = rekey(numbers, types.PARAM_NAME, plain, **how)
-            assert rekey(names, types.PARAM_NAME, plain, **how) is names
-            assert rekey(numbers, types.PARAM_ID, plain, **how) is numbers
-            found.append([names, rekey(names, types.PARAM_ID, plain, **how)])
-    assert_same(found[0], found[1])
-    assert_same(found[0][1], optimizer.state_dict())
+    for how in ({"optim": optimizer}, {"optim_input": list(plain.parameters())}, {}):
+        found = []
+        with quiet():
+            for library in (OURS, TORCHS):
+                types, rekey = library.settings.OptimStateKeyType, library.methods.rekey_optim_state_dict
+                numbers = optimizer.state_dict()
+                names = rekey(numbers, types.PARAM_NAME, plain, **how)
+                assert rekey(names, types.PARAM_NAME, plain, **how) is names
+                assert rekey(numbers, types.PARAM_ID, plain, **how) is numbers
+                found.append([names, rekey(names, types.PARAM_ID, plain, **how)])
+        assert_same(found[0], found[1])
+        assert_same(found[0][1], optimizer.state_dict())
 
 
 def test_rekeying_keys_of_two_kinds_or_to_no_kind() -> None:
@@ -164,9 +139,10 @@ def test_torchs_own_key_types_are_taken() -> None:
     plain = seeded(MLP)
     optimizer = optimizer_of(plain, "Adam")
     train(plain, optimizer, range(1))
-    name = torch_fsdp.OptimStateKeyType.PARAM_NAME
-    rekeyed = OptimStateMethods.rekey_optim_state_dict(optimizer.state_dict(), name, plain, optim=optimizer)
-    assert set(rekeyed["state"]) == {name for name, _ in plain.named_parameters()}
+    types = (OURS.settings.OptimStateKeyType.PARAM_NAME, TORCHS.settings.OptimStateKeyType.PARAM_NAME)
+    rekey = OptimStateMethods.rekey_optim_state_dict
+    ours, theirs = (rekey(optimizer.state_dict(), name, plain, optim=optimizer) for name in types)
+    assert_same(theirs, ours)
 
 
 @ranks(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +32,7 @@ from tests.checkpoint.cases import (
     whole,
     wrapped,
 )
+from tests.fully_shard.cases import first_of
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
 
@@ -94,11 +94,11 @@ class Unused(MLP):
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("build", [MLP, Frozen])
-def test_parameter_groups_and_frozen_parameters_as_torch(world: World, build: Any) -> None:
-    ours, theirs = (saved_by(library, two_groups, build, use_orig_params=True) for library in (OURS, TORCHS))
-    assert_same(ours, theirs)
-    assert len(ours[0]["param_groups"][0]["params"]) == 4
+def test_parameter_groups_frozen_and_unused_parameters_as_torch(world: World) -> None:
+    for build in (MLP, Frozen, Unused):
+        ours, theirs = (saved_by(library, two_groups, build, use_orig_params=True) for library in (OURS, TORCHS))
+        assert_same(ours, theirs)
+        assert len(ours[0]["param_groups"][0]["params"]) == 4
 
 
 @ranks(2)
@@ -180,13 +180,6 @@ def test_states_that_only_some_parameters_have(world: World) -> None:
 
 
 @ranks(2)
-def test_unused_parameters_as_torch(world: World) -> None:
-    adam = partial(optimizer_of, name="Adam")
-    ours, theirs = (saved_by(library, adam, Unused, use_orig_params=True) for library in (OURS, TORCHS))
-    assert_same(ours, theirs)
-
-
-@ranks(2)
 @both_ways
 def test_an_optimizer_of_some_parameters(world: World, use_orig_params: bool) -> None:
     model = wrapped(use_orig_params=use_orig_params)
@@ -199,8 +192,8 @@ def test_an_optimizer_of_some_parameters(world: World, use_orig_params: bool) ->
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", ["Adam", "NAdam", "ASGD"])  # some have numbers beside ``step``
-def test_scalar_parameters(world: World, kind: str) -> None:
+@both_ways
+def test_scalar_parameters(world: World, use_orig_params: bool) -> None:
     class Scaled(MLP):
         def __init__(self) -> None:
             super().__init__()
@@ -209,7 +202,7 @@ def test_scalar_parameters(world: World, kind: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * self.gain
 
-    for use_orig_params in (True, False):
+    for kind in ("Adam", "NAdam", "ASGD"):  # some have numbers beside ``step``
         model = wrapped(build=Scaled, use_orig_params=use_orig_params)
         optimizer = getattr(torch.optim, kind)(model.parameters())
         train(model, optimizer, range(2))
@@ -248,15 +241,18 @@ def test_rank0_only(world: World, use_orig_params: bool) -> None:
     if world.rank == 0:
         assert_same(saved, everywhere)
         saved["state"]["users"], saved["state"]["count"] = torch.arange(3), 7
-    loaded = to_load(model, optimizer_of(model, "Adam"), saved)
-    assert torch.equal(loaded["state"].pop("users"), torch.arange(3))
-    assert loaded["state"].pop("count") == 7
-    assert_same(loaded, optimizer.state_dict())
+    for given in (saved, saved or None):  # ranks but the first may give nothing
+        loaded = to_load(model, optimizer_of(model, "Adam"), given)
+        assert torch.equal(loaded["state"].pop("users"), torch.arange(3))
+        assert loaded["state"].pop("count") == 7
+        assert_same(loaded, optimizer.state_dict())
+    with pytest.raises(ValueError, match="has no 'state'"):
+        to_load(model, optimizer, None)
 
 
 @ranks(4)
-@both_ways
-@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+@first_of("use_orig_params", True, False)
+@first_of("kind", "SHARDED", "FULL")
 def test_hybrid_sharding(world: World, use_orig_params: bool, kind: str) -> None:
     mesh = world.mesh(2, 2, names=("replicate", "shard"))
     model = wrapped(strategy="HYBRID_SHARD", device_mesh=mesh, use_orig_params=use_orig_params)
@@ -278,27 +274,22 @@ def test_hybrid_sharding(world: World, use_orig_params: bool, kind: str) -> None
 @ranks(3)
 @both_ways
 @pytest.mark.parametrize("rank0_only", [True, False])
-@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2,)])
-def test_a_model_of_only_some_ranks(
-    world: World, use_orig_params: bool, rank0_only: bool, shape: tuple[int, ...]
-) -> None:
+def test_a_model_of_only_some_ranks(world: World, use_orig_params: bool, rank0_only: bool) -> None:
     """Nobody has to say which: the others do not take part."""
-    if world.rank == 0:
-        return
-    ranks_of_model = torch.tensor([1, 2]).view(shape)
-    mesh = DeviceMesh("cpu", ranks_of_model, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    strategy = "HYBRID_SHARD" if len(shape) == 2 else "FULL_SHARD"
-    model = wrapped(strategy=strategy, device_mesh=mesh, use_orig_params=use_orig_params)
-    plain = seeded(MLP)
-    optimizer, expected = optimizer_of(model, "Adam"), optimizer_of(plain, "Adam")
-    train(model, optimizer, range(2))
-    train(plain, expected, range(2))
-    choose(OURS, model, "FULL", rank0_only=rank0_only)
-    saved = to_dict(model, optimizer)
-    assert bool(saved) is (world.rank == 1 or not rank0_only)
-    for name, param in plain.named_parameters() if saved else ():
-        assert_same(saved["state"][name]["exp_avg"], expected.state[param]["exp_avg"])
-    assert_same(to_load(model, optimizer, saved), optimizer.state_dict())
+    for shape in ((1, 2), (2, 1), (2,)) if world.rank > 0 else ():
+        mesh = DeviceMesh("cpu", torch.tensor([1, 2]).view(shape), mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        strategy = "HYBRID_SHARD" if len(shape) == 2 else "FULL_SHARD"
+        model = wrapped(strategy=strategy, device_mesh=mesh, use_orig_params=use_orig_params)
+        plain = seeded(MLP)
+        optimizer, expected = optimizer_of(model, "Adam"), optimizer_of(plain, "Adam")
+        train(model, optimizer, range(2))
+        train(plain, expected, range(2))
+        choose(OURS, model, "FULL", rank0_only=rank0_only)
+        saved = to_dict(model, optimizer)
+        assert bool(saved) is (world.rank == 1 or not rank0_only)
+        for name, param in plain.named_parameters() if saved else ():
+            assert_same(saved["state"][name]["exp_avg"], expected.state[param]["exp_avg"])
+        assert_same(to_load(model, optimizer, saved), optimizer.state_dict())
 
 
 @ranks(2)
@@ -312,21 +303,21 @@ def test_parameters_that_rest_on_the_cpu(world: World, use_orig_params: bool) ->
 
 @ranks(2)
 @both_ways
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
-def test_dtensors_of_any_placement_are_loaded(world: World, use_orig_params: bool, placement: Any) -> None:
+def test_dtensors_of_any_placement_are_loaded(world: World, use_orig_params: bool) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     optimizer = optimizer_of(model, "Adam")
     train(model, optimizer, range(1))
-    saved, mesh = to_dict(model, optimizer), world.mesh()
-    for state in saved["state"].values():
-        place = placement if state["exp_avg"].ndim == 2 else Shard(0)
-        state["exp_avg"] = distribute_tensor(state["exp_avg"], mesh, [place])
-    assert_same(to_load(model, optimizer, saved), optimizer.state_dict())
+    mesh = world.mesh()
+    for placement in (Shard(0), Shard(1), Replicate()):
+        saved = to_dict(model, optimizer)
+        for state in saved["state"].values():
+            place = placement if state["exp_avg"].ndim == 2 else Shard(0)
+            state["exp_avg"] = distribute_tensor(state["exp_avg"], mesh, [place])
+        assert_same(to_load(model, optimizer, saved), optimizer.state_dict())
 
 
 @ranks(4)
-@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
-def test_beside_tensor_parallel(world: World, kind: str) -> None:
+def test_beside_tensor_parallel(world: World) -> None:
     mesh = world.mesh(2, 2, names=("data", "tensor"))
     net = seeded(lambda: nn.Linear(6, 4, bias=False))
     full = net.weight.detach().clone()
@@ -336,12 +327,13 @@ def test_beside_tensor_parallel(world: World, kind: str) -> None:
     for param in model.parameters():  # the part is the parameter's own values
         if param.numel():
             optimizer.state[param]["momentum_buffer"] = param.detach().clone()
-    choose(OURS, model, kind)
-    saved = to_dict(model, optimizer)
-    momentum = saved["state"]["weight"]["momentum_buffer"]
-    assert isinstance(momentum, DTensor) is (kind == "SHARDED")
-    assert torch.equal(whole(momentum), full)
-    assert_same(to_load(model, optimizer, saved), optimizer.state_dict())
+    for kind in ("FULL", "SHARDED"):
+        choose(OURS, model, kind)
+        saved = to_dict(model, optimizer)
+        momentum = saved["state"]["weight"]["momentum_buffer"]
+        assert isinstance(momentum, DTensor) is (kind == "SHARDED")
+        assert torch.equal(whole(momentum), full)
+        assert_same(to_load(model, optimizer, saved), optimizer.state_dict())
 
 
 @ranks(1, 2)

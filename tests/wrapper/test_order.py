@@ -43,34 +43,23 @@ def step(model: Any) -> None:
 @pytest.mark.parametrize("prefetch", [PRE, POST, None])
 def test_backward(world: World, prefetch: BackwardPrefetch | None, original: bool) -> None:
     model = wrap_blocks(original=original, backward_prefetch=prefetch)(fullshard, seeded(MLP))
-    take = observed(model, "gather", "reuse", "reduce", "reshard")
+    take = observed(model, "gather", "reuse", "unshard", "reduce", "reshard")
     for _ in range(2):
         output = model(random_batch(4, 6)(0)[0].requires_grad_())
         take()
         output.sum().backward()
+        told = [event.replace("reuse", "gather") for event in take()]
         expected = []  # what is still there from forward is used again
         for block in (3, 2, 1, 0):
             own, ahead = [f"reduce {block}", f"reshard {block}"], [f"gather {block - 1}"] if block else []
             expected += {PRE: [*ahead, *own], POST: [*own, *ahead], None: [*own, *ahead]}[prefetch]
-        events = [event.replace("reuse", "gather") for event in take()]
+        events = [event for event in told if "unshard" not in event]
         assert events == ["gather 3", *expected, "reduce root", "reshard root"]
-
-
-@ranks(2, transport="p2p")
-@pytest.mark.parametrize("prefetch", [PRE, POST, None])
-def test_when_backward_gathers_ahead(world: World, prefetch: BackwardPrefetch | None) -> None:
-    """Before the gradients of a block are computed, after, or not: then the block itself asks for it."""
-    model = wrap_blocks(backward_prefetch=prefetch)(fullshard, seeded(MLP))
-    take = observed(model, "gather", "unshard", "reduce")
-    output = model(random_batch(4, 6)(0)[0].requires_grad_())
-    take()
-    output.sum().backward()
-    events = take()
-    for block in (2, 1, 0):
-        gather, unshard, reduce = (events.index(e) for e in (f"gather {block}", f"unshard {block}", f"reduce {block}"))
-        before = events.index(f"reduce {block + 1}")
-        assert gather < before if prefetch is PRE else before < gather
-        assert gather < unshard < reduce
+        for block in (2, 1, 0):  # ahead is before the gradients of a block are computed, or after
+            gather, unshard, reduce = (told.index(f"{each} {block}") for each in ("gather", "unshard", "reduce"))
+            before = told.index(f"reduce {block + 1}")
+            assert gather < before if prefetch is PRE else before < gather
+            assert gather < unshard < reduce
 
 
 @ranks(2, transport="p2p")

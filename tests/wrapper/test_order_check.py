@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard.schedule import step_log
+from tests.fully_shard.cases import first_of
 from tests.harness import World, ranks
 from tests.harness.models import seeded
 
@@ -51,7 +52,7 @@ def sharded(api: str) -> Any:
 
 @ranks(2, 3)
 @pytest.mark.parametrize("api", ["wrapper", "fully_shard"])
-@pytest.mark.parametrize("transport", ["shm", "p2p"])
+@first_of("transport", "shm", "p2p")
 def test_ranks_that_gather_different_modules_are_told(world: World, api: str, transport: str) -> None:
     with pytest.MonkeyPatch.context() as patch, debugging():
         patch.setenv("FULLSHARD_TRANSPORT", transport)
@@ -66,22 +67,17 @@ def test_ranks_that_gather_different_modules_are_told(world: World, api: str, tr
 
 @ranks(2)
 @pytest.mark.parametrize("api", ["wrapper", "fully_shard"])
-def test_equal_orders_pass(world: World, api: str) -> None:
-    with debugging():
-        model = sharded(api)
-        for order in ([0, 1, 2], [2, 1, 0], [1]):
-            inner = model.module if api == "wrapper" else model
-            inner.order = order
-            model(torch.ones(2, 4)).sum().backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-@ranks(2)
-@pytest.mark.parametrize("api", ["wrapper", "fully_shard"])
-def test_nothing_is_compared_unless_asked_for(world: World, api: str) -> None:
+def test_equal_orders_pass_and_nothing_is_compared_unless_asked_for(world: World, api: str) -> None:
     def compares(*args: Any) -> None:
         raise AssertionError("a gather was compared")
 
+    model = sharded(api)
+    inner = model.module if api == "wrapper" else model
+    with debugging():
+        for order in ([0, 1, 2], [2, 1, 0], [1]):
+            inner.order = order
+            model(torch.ones(2, 4)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_log, "verify_next", compares)
         sharded(api)(torch.ones(2, 4)).sum().backward()

@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 
@@ -26,20 +25,6 @@ from tests.checkpoint.cases import (
     wrapped,
 )
 from tests.harness import World, ranks
-
-
-@ranks(2)
-@both_ways
-def test_ranks_but_the_first_may_give_nothing(world: World, use_orig_params: bool) -> None:
-    model = wrapped(use_orig_params=use_orig_params)
-    optimizer = optimizer_of(model, "AdamW")
-    train(model, optimizer, range(2))
-    choose(OURS, model, "FULL", rank0_only=True)
-    before, saved = optimizer.state_dict(), to_dict(model, optimizer)
-    optimizer.load_state_dict(to_load(model, optimizer, saved if world.rank == 0 else None))
-    assert_same(optimizer.state_dict(), before)
-    with pytest.raises(ValueError, match="has no 'state'"):
-        to_load(model, optimizer, None)
 
 
 @ranks(2, 3)

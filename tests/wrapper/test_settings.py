@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import pickle
 from enum import Enum
 from types import SimpleNamespace
@@ -60,77 +61,66 @@ def pair(name: str) -> tuple[Any, Any]:
     return getattr(settings, name), getattr(torch_fsdp, name)
 
 
-# -- what they are called ------------------------------------------------------------------------------------------
+def test_members_and_values_are_torchs_and_both_are_accepted() -> None:
+    for name in ENUMS:
+        ours, theirs = pair(name)
+        assert [(m.name, m.value) for m in ours] == [(m.name, m.value) for m in theirs]
+    for argument in ("sharding_strategy", "backward_prefetch", "state_dict_type"):
+        for member in ARGUMENTS[argument]:
+            theirs = getattr(torch_fsdp, type(member).__name__)
+            assert taken(argument, member) is taken(argument, theirs[member.name]) is member
 
 
-@pytest.mark.parametrize("name", ENUMS)
-def test_members_and_values_are_torchs(name: str) -> None:
-    ours, theirs = pair(name)
-    assert [(m.name, m.value) for m in ours] == [(m.name, m.value) for m in theirs]
+def test_fields_order_defaults_and_descent_are_torchs() -> None:
+    for name in ALL_DATA:
+        ours, theirs = ([(f.name, f.default) for f in dataclasses.fields(cls)] for cls in pair(name))
+        assert ours == theirs
+    named = {*ENUMS, *ALL_DATA}
+    for name in named:
+        ours, theirs = ([each.__name__ for each in cls.__mro__ if each.__name__ in named] for cls in pair(name))
+        assert ours == theirs
 
 
-@pytest.mark.parametrize("name", ALL_DATA)
-def test_fields_order_and_defaults_are_torchs(name: str) -> None:
-    ours, theirs = pair(name)
-    assert [(f.name, f.default) for f in dataclasses.fields(ours)] == [
-        (f.name, f.default) for f in dataclasses.fields(theirs)
-    ]
-
-
-@pytest.mark.parametrize("name", ENUMS + ALL_DATA)
-def test_descent_is_torchs(name: str) -> None:
-    ours, theirs = pair(name)
-    named = set(ENUMS + ALL_DATA)
-    assert [c.__name__ for c in ours.__mro__ if c.__name__ in named] == [
-        c.__name__ for c in theirs.__mro__ if c.__name__ in named
-    ]
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-def test_data_is_writable_comparable_and_survives_copies(name: str) -> None:
+def test_data_is_writable_comparable_and_survives_copies() -> None:
     """Programs change the settings that they made, as they may with torch's."""
-    ours = pair(name)[0]()
-    for field in dataclasses.fields(ours):
-        setattr(ours, field.name, not getattr(ours, field.name))
-    assert ours != type(ours)()
-    assert copy.deepcopy(ours) == ours == pickle.loads(pickle.dumps(ours))
+    for name in SWITCHES:
+        ours = pair(name)[0]()
+        for field in dataclasses.fields(ours):
+            setattr(ours, field.name, not getattr(ours, field.name))
+        assert ours != type(ours)()
+        assert copy.deepcopy(ours) == ours == pickle.loads(pickle.dumps(ours))
 
 
-# -- what they refuse ----------------------------------------------------------------------------------------------
+def test_a_switch_is_a_bool() -> None:
+    switches = [(name, field.name) for name in SWITCHES for field in dataclasses.fields(pair(name)[0])]
+    of_precision = ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs")
+    switches += [("MixedPrecision", field) for field in of_precision]
+    for (name, field), value in itertools.product(switches, (None, 1, "yes")):
+        with pytest.raises(TypeError, match=rf"{name}\.{field} is {value!r} .*expected True or False"):
+            pair(name)[0](**{field: value})
 
 
-@pytest.mark.parametrize("name", SWITCHES)
-@pytest.mark.parametrize("value", [None, 1, "yes"])
-def test_a_switch_is_a_bool(name: str, value: object) -> None:
-    cls = pair(name)[0]
-    for field in dataclasses.fields(cls):
-        with pytest.raises(TypeError, match=rf"{name}\.{field.name} is {value!r} .*expected True or False"):
-            cls(**{field.name: value})
+def test_a_dtype_is_a_floating_point_dtype() -> None:
+    for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        what = rf"MixedPrecision\.{field} is"
+        with pytest.raises(TypeError, match=rf"{what} 'bf16' .*expected a floating-point torch.dtype"):
+            MixedPrecision(**{field: "bf16"})
+        with pytest.raises(ValueError, match=rf"{what} torch.int8, which is not floating-point"):
+            MixedPrecision(**{field: torch.int8})
 
 
-@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "buffer_dtype"])
-def test_a_dtype_is_a_floating_point_dtype(field: str) -> None:
-    with pytest.raises(TypeError, match=rf"MixedPrecision\.{field} is 'bf16' .*expected a floating-point torch.dtype"):
-        MixedPrecision(**{field: "bf16"})
-    with pytest.raises(ValueError, match=rf"MixedPrecision\.{field} is torch.int8, which is not floating-point"):
-        MixedPrecision(**{field: torch.int8})
+def test_ignored_classes_are_a_sequence_of_classes() -> None:
+    wrong: list[Any] = [nn.BatchNorm1d, None, [nn.LayerNorm(2)], "LayerNorm"]
+    for ignored in wrong:
+        with pytest.raises(
+            TypeError, match=r"MixedPrecision\._module_classes_to_ignore is .*expected a sequence of mod"
+        ):
+            MixedPrecision(_module_classes_to_ignore=ignored)
 
 
-@pytest.mark.parametrize("field", ["keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"])
-def test_a_switch_of_mixed_precision_is_a_bool(field: str) -> None:
-    with pytest.raises(TypeError, match=rf"MixedPrecision\.{field} is 0 .*expected True or False"):
-        MixedPrecision(**{field: 0})
-
-
-@pytest.mark.parametrize("ignored", [nn.BatchNorm1d, None, [nn.LayerNorm(2)], "LayerNorm"])
-def test_ignored_classes_are_a_sequence_of_classes(ignored: Any) -> None:
-    with pytest.raises(TypeError, match=r"MixedPrecision\._module_classes_to_ignore is .*expected a sequence of mod"):
-        MixedPrecision(_module_classes_to_ignore=ignored)
-
-
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d])
-def test_batch_norms_are_ignored_by_default(norm: type[nn.Module]) -> None:
-    assert issubclass(norm, tuple(MixedPrecision()._module_classes_to_ignore))
+def test_batch_norms_are_ignored_by_default() -> None:
+    for norm in (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d):
+        assert issubclass(norm, tuple(MixedPrecision()._module_classes_to_ignore))
 
 
 def test_settings_hold_ours_whichever_were_given() -> None:
@@ -144,29 +134,12 @@ def test_settings_hold_ours_whichever_were_given() -> None:
     )
 
 
-@pytest.mark.parametrize("place", range(3))
-def test_settings_refuse_what_stands_in_the_wrong_place(place: int) -> None:
-    given: list[Any] = [StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()]
-    given[place] = given[place - 1]
-    with pytest.raises(TypeError, match=dataclasses.fields(StateDictSettings)[place].name):
-        StateDictSettings(*given)
-
-
-# -- what is accepted ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("argument", "cls"),
-    [
-        ("sharding_strategy", "ShardingStrategy"),
-        ("backward_prefetch", "BackwardPrefetch"),
-        ("state_dict_type", "StateDictType"),
-    ],
-)
-def test_members_of_both_are_accepted(argument: str, cls: str) -> None:
-    ours, theirs = pair(cls)
-    for member in ours:
-        assert taken(argument, member) is taken(argument, theirs[member.name]) is member
+def test_settings_refuse_what_stands_in_the_wrong_place() -> None:
+    for place, field in enumerate(dataclasses.fields(StateDictSettings)):
+        given: list[Any] = [StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()]
+        given[place] = given[place - 1]
+        with pytest.raises(TypeError, match=field.name):
+            StateDictSettings(*given)
 
 
 def test_mixed_precision_of_torch_keeps_every_field() -> None:
@@ -185,21 +158,16 @@ def test_mixed_precision_of_torch_keeps_every_field() -> None:
     assert taken("mixed_precision", ours) is ours
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_cpu_offload_of_torch_is_accepted(offload: bool) -> None:
-    assert taken("cpu_offload", torch_fsdp.CPUOffload(offload)) == CPUOffload(offload)
-
-
-@pytest.mark.parametrize("name", MODEL_CONFIGS + OPTIM_CONFIGS)
-@pytest.mark.parametrize("flip", [False, True])
-def test_configurations_of_torch_keep_class_and_fields(name: str, flip: bool) -> None:
-    ours, theirs = pair(name)
-    argument = "state_dict_config" if name in MODEL_CONFIGS else "optim_state_dict_config"
-    values = {field.name: field.default ^ flip for field in dataclasses.fields(theirs)}
-    converted = taken(argument, theirs(**values))
-    assert type(converted) is ours
-    assert converted == ours(**values)
-    assert taken(argument, converted) is converted
+def test_configurations_of_torch_keep_class_and_fields() -> None:
+    for name, flip in itertools.product(SWITCHES, (False, True)):
+        ours, theirs = pair(name)
+        argument = "state_dict_config" if name in MODEL_CONFIGS else "optim_state_dict_config"
+        argument = "cpu_offload" if name == "CPUOffload" else argument
+        values = {field.name: field.default ^ flip for field in dataclasses.fields(theirs)}
+        converted = taken(argument, theirs(**values))
+        assert type(converted) is ours
+        assert converted == ours(**values)
+        assert taken(argument, converted) is converted
 
 
 def test_classes_derived_from_torchs_are_accepted() -> None:
@@ -227,21 +195,14 @@ class Other(Enum):
 Impostor = Enum("ShardingStrategy", ["ZERO_5"])
 
 
-@pytest.mark.parametrize("argument", ARGUMENTS)
-@pytest.mark.parametrize(
-    "wrong",
-    ["FULL_SHARD", 1, Other.FULL_SHARD, SimpleNamespace(offload_params=True), MixedPrecision, object()],
-    ids=["text", "number", "enum", "namespace", "class", "object"],
-)
-def test_anything_else_is_refused_by_name(argument: str, wrong: object) -> None:
-    with pytest.raises(TypeError, match=rf"^{argument} is .*; expected "):
-        taken(argument, wrong)
-
-
-@pytest.mark.parametrize("argument", ["state_dict_type", "state_dict_config", "optim_state_dict_config"])
-def test_state_dict_settings_have_no_default(argument: str) -> None:
-    with pytest.raises(TypeError, match=f"{argument} is None"):
-        taken(argument, None)
+def test_anything_else_is_refused_by_name() -> None:
+    wrong = ["FULL_SHARD", 1, Other.FULL_SHARD, SimpleNamespace(offload_params=True), MixedPrecision, object()]
+    for argument, value in itertools.product(ARGUMENTS, wrong):
+        with pytest.raises(TypeError, match=rf"^{argument} is .*; expected "):
+            taken(argument, value)
+    for argument in ("state_dict_type", "state_dict_config", "optim_state_dict_config"):  # which have no default
+        with pytest.raises(TypeError, match=f"{argument} is None"):
+            taken(argument, None)
 
 
 def test_an_enum_of_that_name_without_that_member_is_refused() -> None:

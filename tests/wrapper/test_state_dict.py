@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +16,6 @@ from torch.distributed.tensor import DTensor
 import fullshard
 from fullshard.wrapper.state_dict import own_copy
 from tests.checkpoint.state_dicts import (
-    EACH_KIND,
-    EACH_STRATEGY,
     KINDS,
     assert_equal_states,
     build,
@@ -26,18 +26,19 @@ from tests.checkpoint.state_dicts import (
     whole,
     wrapped,
 )
+from tests.fully_shard.cases import first_of
 from tests.harness import World, ranks
 from tests.harness.compare import mean_square
-from tests.harness.models import MixedDtypes, Transformer, random_batch, seeded
-from tests.harness.wrapper import EACH_WRAPPER, HYBRID, ORIGINAL, WRAPPERS, assert_all_see, wrap
+from tests.harness.models import random_batch, seeded
+from tests.harness.wrapper import EACH_WRAPPER, HYBRID, ORIGINAL, STRATEGIES, WRAPPERS, assert_all_see, wrap
 
 FSDP = fullshard.FullyShardedDataParallel
 BATCH = random_batch(4, 6)
+
+
 #: Local state dicts of original parameters have the fragments too with torch, and numbers in the gaps between them.
-KINDS_OF_TORCH = pytest.mark.parametrize(
-    ("kind", "original"),
-    [(kind, original) for original in (False, True) for kind in KINDS if kind != "LOCAL" or not original],
-)
+def kinds_of_torch(original: bool) -> tuple[str, ...]:
+    return tuple(kind for kind in KINDS if kind != "LOCAL" or not original)
 
 
 def part(model: Any, where: str) -> Any:
@@ -48,10 +49,9 @@ def part(model: Any, where: str) -> Any:
 
 
 @ranks(1, 2, 3)
-@KINDS_OF_TORCH
-@EACH_STRATEGY
-def test_state_dicts_are_torchs(world: World, kind: str, original: bool, strategy: str) -> None:
-    def observe(fsdp: ModuleType) -> Any:
+@ORIGINAL
+def test_state_dicts_are_torchs(world: World, original: bool) -> None:
+    def observe(fsdp: ModuleType, kind: str, strategy: str) -> Any:
         model = wrapped(fsdp, build(), strategy=strategy, original=original, **mesh_options(world, strategy, kind))
         seen = []
         for where in ("root", "inner", "plain"):
@@ -62,7 +62,8 @@ def test_state_dicts_are_torchs(world: World, kind: str, original: bool, strateg
             seen.append(look(part(model, where).state_dict()))
         return seen
 
-    assert_all_see(observe)
+    cases = list(itertools.product(kinds_of_torch(original), STRATEGIES))
+    assert_all_see(lambda fsdp: {case: observe(fsdp, *case) for case in cases})
 
 
 def locally(state: Any) -> Any:
@@ -80,95 +81,75 @@ def locally(state: Any) -> Any:
 
 
 @ranks(4)
-@EACH_KIND
-@pytest.mark.parametrize("strategy", HYBRID)
-@ORIGINAL
-def test_state_dicts_of_hybrids(world: World, kind: str, strategy: str, original: bool) -> None:
+@first_of("strategy", *HYBRID)
+@first_of("original", False, True)
+def test_state_dicts_of_hybrids(world: World, strategy: str, original: bool) -> None:
     options = mesh_options(world, strategy)
-    model = wrapped(fullshard, build(), strategy=strategy, original=original, **options)
-    with speaking(fullshard, model, kind):
-        state = model.state_dict()
-    if kind != "LOCAL":
-        assert_equal_states(whole(state), build().state_dict())
-    sharded = {name: value for name, value in state.items() if isinstance(value, DTensor)}
-    assert all(value.device_mesh == options["device_mesh"] for value in sharded.values())
-    assert bool(sharded) == (kind != "FULL")
-    assert all(is_compact(value) for value in state.values()) or kind == "LOCAL"
-    if kind != "LOCAL":  # of which torch cannot make one here
 
-        def observe(fsdp: ModuleType) -> Any:
-            model = wrapped(fsdp, build(), strategy=strategy, original=original, **options)
-            with speaking(fsdp, model, kind):
-                return look(model.state_dict())
+    def observe(fsdp: ModuleType, kind: str) -> Any:
+        model = wrapped(fsdp, build(), strategy=strategy, original=original, **options)
+        with speaking(fsdp, model, kind):
+            return model.state_dict()
 
-        assert_all_see(observe)
+    for kind in KINDS:
+        state = observe(fullshard, kind)
+        sharded = {name: value for name, value in state.items() if isinstance(value, DTensor)}
+        assert all(value.device_mesh == options["device_mesh"] for value in sharded.values())
+        assert bool(sharded) == (kind != "FULL")
+        if kind != "LOCAL":  # of which torch cannot make one here
+            assert_equal_states(whole(state), build().state_dict())
+            assert all(is_compact(value) for value in state.values())
+    assert_all_see(lambda fsdp: {kind: look(observe(fsdp, kind)) for kind in ("FULL", "SHARDED")})
 
 
 @ranks(1, 2, 3)
-@EACH_KIND
-@EACH_STRATEGY
+@first_of("strategy", *STRATEGIES)
 @ORIGINAL
-@pytest.mark.parametrize("offload_to_cpu", [False, True])
-def test_values_are_those_of_the_plain_module(
-    world: World, kind: str, strategy: str, original: bool, offload_to_cpu: bool
-) -> None:
+def test_values_are_those_of_the_plain_module(world: World, strategy: str, original: bool) -> None:
     """In private memory, of which nothing else is part."""
     model = wrapped(fullshard, build(), strategy=strategy, original=original)
-    plain = build().state_dict()
-    with speaking(fullshard, model, kind, offload_to_cpu=offload_to_cpu):
-        state = model.state_dict()
+    plain, names = build().state_dict(), [name for name, _ in build().named_parameters(remove_duplicate=False)]
     holds_shards = strategy != "NO_SHARD" and world.size > 1
-    if kind == "LOCAL" and holds_shards:
-        shards = {name: value for name, value in state.items() if name.endswith("_flat_param")}
-        assert set(plain) - set(state) == {name for name, _ in build().named_parameters(remove_duplicate=False)}
-        numel = sum(parameter.numel() for parameter in build().parameters())
-        aligned = 3 * 4 * 4 if original else 0  # at most 3 elements between parameters
-        assert numel <= sum(value.numel() for value in shards.values()) <= numel + aligned
-        return
-    assert_equal_states(whole(state), plain)
-    assert all(isinstance(state[name], DTensor) == (kind == "SHARDED" and holds_shards) for name, _ in named(build()))
-    owned = [state[name] for name, _ in named(build())]
-    assert all(is_compact(value) and value.device.type == "cpu" for value in owned)
-    for value in owned:
-        (value.to_local() if isinstance(value, DTensor) else value).fill_(9.0)
-    with speaking(fullshard, model, kind, offload_to_cpu=offload_to_cpu):
-        assert_equal_states(whole(model.state_dict()), plain)
-
-
-def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters, with every name of those that are tied."""
-    return list(model.named_parameters(remove_duplicate=False))
+    for kind, offload_to_cpu in itertools.product(KINDS, (False, True)):
+        with speaking(fullshard, model, kind, offload_to_cpu=offload_to_cpu):
+            state = model.state_dict()
+        if kind == "LOCAL" and holds_shards:
+            shards = {name: value for name, value in state.items() if name.endswith("_flat_param")}
+            assert set(plain) - set(state) == set(names)
+            numel = sum(parameter.numel() for parameter in build().parameters())
+            aligned = 3 * 4 * 4 if original else 0  # at most 3 elements between parameters
+            assert numel <= sum(value.numel() for value in shards.values()) <= numel + aligned
+            continue
+        assert_equal_states(whole(state), plain)
+        owned = [state[name] for name in names]
+        assert all(isinstance(value, DTensor) == (kind == "SHARDED" and holds_shards) for value in owned)
+        assert all(is_compact(value) and value.device.type == "cpu" for value in owned)
+        for value in owned:
+            (value.to_local() if isinstance(value, DTensor) else value).fill_(9.0)
+        with speaking(fullshard, model, kind, offload_to_cpu=offload_to_cpu):
+            assert_equal_states(whole(model.state_dict()), plain)
 
 
 @ranks(2, 3)
-@EACH_STRATEGY
+@first_of("strategy", *STRATEGIES)
 @ORIGINAL
-@pytest.mark.parametrize("offload_to_cpu", [False, True])
-def test_one_rank_gets_all_and_the_others_nothing(
-    world: World, strategy: str, original: bool, offload_to_cpu: bool
-) -> None:
+def test_one_rank_gets_all_and_the_others_nothing(world: World, strategy: str, original: bool) -> None:
     model = wrapped(fullshard, build(), strategy=strategy, original=original)
-    with speaking(fullshard, model, "FULL", rank0_only=True, offload_to_cpu=offload_to_cpu):
-        state = model.state_dict()
-        inner = model.module.blocks[1].state_dict()
-        around = model.module.blocks.state_dict()
-    if world.rank == 0 or strategy == "NO_SHARD":
-        assert_equal_states(state, build().state_dict())
-        assert_equal_states(inner, build().blocks[1].state_dict())
-        assert_equal_states(around, build().blocks.state_dict())
-    else:
-        assert not state
-        assert not inner
-        assert not around
+    for offload_to_cpu in (False, True):
+        with speaking(fullshard, model, "FULL", rank0_only=True, offload_to_cpu=offload_to_cpu):
+            found = [each.state_dict() for each in (model, model.module.blocks[1], model.module.blocks)]
+        gets_all = world.rank == 0 or strategy == "NO_SHARD"
+        plain = build()
+        for state, module in zip(found, (plain, plain.blocks[1], plain.blocks), strict=True):
+            assert_equal_states(state, module.state_dict() if gets_all else {})
 
 
 @ranks(2)
-@EACH_STRATEGY
 @ORIGINAL
-def test_ranks_that_get_nothing_get_what_they_get_with_torch(world: World, strategy: str, original: bool) -> None:
+def test_ranks_that_get_nothing_get_what_they_get_with_torch(world: World, original: bool) -> None:
     """With buffers in a wrapper that has no parameters itself, and in one of which they are ignored."""
 
-    def observe(fsdp: ModuleType) -> Any:
+    def observe(fsdp: ModuleType, strategy: str) -> Any:
         model: Any = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
         model.register_buffer("own", torch.zeros(2))
         model[0] = wrap(fsdp, model[0], strategy=strategy, original=original)
@@ -177,7 +158,7 @@ def test_ranks_that_get_nothing_get_what_they_get_with_torch(world: World, strat
         with speaking(fsdp, model, "FULL", rank0_only=True):
             return list(model.state_dict())
 
-    assert_all_see(observe)
+    assert_all_see(lambda fsdp: {strategy: observe(fsdp, strategy) for strategy in STRATEGIES})
 
 
 @ranks(4)
@@ -188,38 +169,72 @@ def test_the_first_rank_of_each_node_of_a_hybrid_gets_all(world: World) -> None:
     assert_equal_states(state, build().state_dict() if world.rank % 2 == 0 else {})
 
 
+def plain_root(fsdp: ModuleType, **options: Any) -> Any:
+    model: Any = build()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = wrap(fsdp, block, **options)
+    return model
+
+
+def checkpoint_inside(fsdp: ModuleType, **options: Any) -> Any:
+    model: Any = build()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = wrap(fsdp, checkpoint_wrapper(block), **options)
+    return wrap(fsdp, model, **options)
+
+
+def checkpoint_outside(fsdp: ModuleType, **options: Any) -> Any:
+    model: Any = build()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(wrap(fsdp, block, **options))
+    return wrap(fsdp, model, **options)
+
+
+def ignoring(name: str) -> Callable[..., Any]:
+    def make(fsdp: ModuleType, **options: Any) -> Any:
+        model = build()
+        return wrap(fsdp, model, ignored_modules=[model.get_submodule(name)], **options)
+
+    return make
+
+
+TREES: dict[str, Callable[..., Any]] = {
+    "plain root": plain_root,
+    "checkpoint inside": checkpoint_inside,
+    "checkpoint outside": checkpoint_outside,
+    **{f"ignored {name}": ignoring(name) for name in ("blocks.0", "blocks.1.1", "first")},
+}
+
+
 @ranks(2)
-@KINDS_OF_TORCH
-def test_of_a_plain_module_around_wrappers(world: World, kind: str, original: bool) -> None:
-    def observe(fsdp: ModuleType) -> Any:
-        model: Any = build()
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = wrap(fsdp, block, original=original, **mesh_options(world, kind=kind))
+@ORIGINAL
+def test_state_dicts_of_other_trees_are_torchs(world: World, original: bool) -> None:
+    """Names are without checkpoint wrappers, and what is ignored is there as it is."""
+
+    def observe(fsdp: ModuleType, tree: str, kind: str) -> Any:
+        model = TREES[tree](fsdp, original=original, **mesh_options(world, kind=kind))
         with speaking(fsdp, model, kind):
             state = model.state_dict()
         return locally(state) if kind == "LOCAL" else look(state)
 
-    assert_all_see(observe)
+    cases = list(itertools.product(TREES, kinds_of_torch(original)))
+    assert_all_see(lambda fsdp: {case: observe(fsdp, *case) for case in cases})
 
 
 @ranks(2)
-@EACH_KIND
 @ORIGINAL
-def test_between_the_parts_of_a_step_and_after_steps(world: World, kind: str, original: bool) -> None:
+def test_between_the_parts_of_a_step_and_after_steps(world: World, original: bool) -> None:
     """Making a state dict disturbs neither the step that is under way nor the next."""
     plain, model = build(), wrapped(fullshard, build(), original=original)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
-    expected: dict[str, Tensor] = {}
     for step in range(3):
-        for each, optimizer in zip((plain, model), optimizers, strict=True):
-            loss = mean_square(each, BATCH(step))
-            if each is model:
-                with speaking(fullshard, model, kind):
-                    state = whole(model.state_dict())
-                for name, value in expected.items() if kind != "LOCAL" else ():
-                    assert torch.allclose(state[name], value, atol=1e-6), name
-            else:
-                expected = {name: value.clone() for name, value in plain.state_dict().items()}
+        losses = [mean_square(each, BATCH(step)) for each in (plain, model)]
+        for kind in KINDS:
+            with speaking(fullshard, model, kind):
+                state = whole(model.state_dict())
+            for name, value in plain.state_dict().items() if kind != "LOCAL" else ():
+                assert torch.allclose(state[name], value, atol=1e-6), name
+        for loss, optimizer in zip(losses, optimizers, strict=True):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -228,73 +243,13 @@ def test_between_the_parts_of_a_step_and_after_steps(world: World, kind: str, or
 
 
 @ranks(2)
-@KINDS_OF_TORCH
-@pytest.mark.parametrize("wraps", ["inside", "outside"])
-def test_names_are_without_checkpoint_wrappers(world: World, kind: str, original: bool, wraps: str) -> None:
-    def observe(fsdp: ModuleType) -> Any:
-        model: Any = build()
-        for index, block in enumerate(model.blocks):
-            options = {"original": original, **mesh_options(world, kind=kind)}
-            if wraps == "inside":
-                model.blocks[index] = wrap(fsdp, checkpoint_wrapper(block), **options)
-            else:
-                model.blocks[index] = checkpoint_wrapper(wrap(fsdp, block, **options))
-        model = wrap(fsdp, model, **options)
-        with speaking(fsdp, model, kind):
-            state = model.state_dict()
-        return locally(state) if kind == "LOCAL" else look(state)
-
-    assert_all_see(observe)
-
-
-@ranks(2)
-@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_ties_across_units(world: World, kind: str, strategy: str) -> None:
-    """The names are all there, as in the plain model."""
-    model: Any = seeded(lambda: Transformer(tied=True))
-    plain = seeded(lambda: Transformer(tied=True)).state_dict()
-    model.head = wrap(fullshard, model.head, strategy=strategy)
-    model = wrap(fullshard, model, strategy=strategy)
-    with speaking(fullshard, model, kind):
-        assert_equal_states(whole(model.state_dict()), plain)
-
-
-@ranks(2)
-@KINDS_OF_TORCH
-@pytest.mark.parametrize("names", [["blocks.0"], ["blocks.1.1"], ["first"]])
-def test_ignored_modules_are_there_as_they_are(world: World, kind: str, original: bool, names: list[str]) -> None:
-    def observe(fsdp: ModuleType) -> Any:
-        model = build()
-        ignored = [model.get_submodule(name) for name in names]
-        options = {"original": original, "ignored_modules": ignored, **mesh_options(world, kind=kind)}
-        model = wrap(fsdp, model, **options)
-        with speaking(fsdp, model, kind):
-            state = model.state_dict()
-        return locally(state) if kind == "LOCAL" else look(state)
-
-    assert_all_see(observe)
-
-
-@ranks(2)
 @ORIGINAL
-@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
-def test_every_dtype_of_a_unit_is_kept(world: World, kind: str, original: bool) -> None:
-    model = wrap(fullshard, seeded(MixedDtypes), original=original)
-    with speaking(fullshard, model, kind):
-        assert_equal_states(whole(model.state_dict()), seeded(MixedDtypes).state_dict())
-
-
-@ranks(2)
-@EACH_KIND
-@ORIGINAL
-def test_buffers_have_their_own_dtype_under_mixed_precision(world: World, kind: str, original: bool) -> None:
+def test_buffers_have_their_own_dtype_under_mixed_precision(world: World, original: bool) -> None:
     """As have parameters; the model keeps buffers of low precision."""
 
-    def observe(fsdp: ModuleType) -> Any:
+    def observe(fsdp: ModuleType, kind: str) -> Any:
+        options = {"original": original, "flags": {"buffer_dtype": torch.bfloat16}, **mesh_options(world, kind=kind)}
         model: Any = build()
-        flags = {"buffer_dtype": torch.bfloat16}
-        options = {"original": original, "flags": flags, **mesh_options(world, kind=kind)}
         model.blocks[0] = wrap(fsdp, model.blocks[0], **options)
         model = wrap(fsdp, model, **options)
         assert model.check_is_root()  # which begins a tree, as a forward does
@@ -302,13 +257,9 @@ def test_buffers_have_their_own_dtype_under_mixed_precision(world: World, kind: 
             before = {name: value.dtype for name, value in model.state_dict().items()}
         return [before, {name: buffer.dtype for name, buffer in model.named_buffers()}]
 
-    if kind == "LOCAL":
-        model = wrap(fullshard, build(), original=original, flags={"buffer_dtype": torch.bfloat16})
-        with speaking(fullshard, model, kind):
-            state = model.state_dict()
-        assert all(buffer.dtype == state[name].dtype for name, buffer in build().named_buffers() if name != "scratch")
-        return
-    assert_all_see(observe)
+    assert_all_see(lambda fsdp: {kind: observe(fsdp, kind) for kind in ("FULL", "SHARDED")})
+    local, _ = observe(fullshard, "LOCAL")
+    assert all(local[name] == buffer.dtype for name, buffer in build().named_buffers() if name != "scratch")
 
 
 @ranks(2)
@@ -333,8 +284,7 @@ def test_hooks_of_users_run(world: World, library: str, original: bool) -> None:
 
 
 @ranks(2)
-@ORIGINAL
-def test_extra_state_of_modules_travels(world: World, original: bool) -> None:
+def test_extra_state_of_modules_travels(world: World) -> None:
     class Extra(nn.Linear):
         told: Any = None
 
@@ -344,31 +294,24 @@ def test_extra_state_of_modules_travels(world: World, original: bool) -> None:
         def set_extra_state(self, state: Any) -> None:
             self.told = state
 
-    model = wrap(fullshard, nn.Sequential(Extra(6, 5)), original=original)
-    state = model.state_dict()
-    assert state["0._extra_state"] == {"weight": [5, 6]}
-    model.load_state_dict(state)
-    assert model[0].told == {"weight": [5, 6]}
+    for original in (False, True):
+        model = wrap(fullshard, nn.Sequential(Extra(6, 5)), original=original)
+        state = model.state_dict()
+        assert state["0._extra_state"] == {"weight": [5, 6]}
+        model.load_state_dict(state)
+        assert model[0].told == {"weight": [5, 6]}
 
 
 @ranks(2)
 @ORIGINAL
-def test_parameters_know_gradients_if_they_are_kept(world: World, original: bool) -> None:
-    """`keep_vars` gives out parameters and not their values."""
+def test_kept_variables_are_parameters_and_versions_those_of_the_plain_model(world: World, original: bool) -> None:
     model = wrapped(fullshard, build(), original=original)
-    state = model.state_dict(keep_vars=True)
+    state, expected = model.state_dict(keep_vars=True), build().state_dict()
     assert isinstance(state["first.weight"], nn.Parameter)
-    assert_equal_states({name: value.detach() for name, value in state.items()}, build().state_dict())
+    assert_equal_states({name: value.detach() for name, value in state.items()}, expected)
     assert not any(value.requires_grad for value in model.state_dict().values())
-
-
-@ranks(2)
-@ORIGINAL
-def test_versions_of_modules_are_those_of_the_plain_model(world: World, original: bool) -> None:
-    model = wrapped(fullshard, build(), original=original)
-    found: Any = model.state_dict()
-    expected: Any = build().state_dict()
-    assert {name: found._metadata[name] for name in expected._metadata} == dict(expected._metadata)
+    found, metadata = model.state_dict()._metadata, expected._metadata  # type: ignore[attr-defined]
+    assert {name: found[name] for name in metadata} == dict(metadata)
 
 
 @ranks(2)
@@ -406,20 +349,19 @@ def test_inside_of_a_forward_it_is_refused(world: World, library: str, original:
 
 @ranks(2)
 @ORIGINAL
-@pytest.mark.parametrize("rank0_only", [False, True])
-def test_a_module_that_stands_in_two_places(world: World, original: bool, rank0_only: bool) -> None:
+def test_a_module_that_stands_in_two_places(world: World, original: bool) -> None:
     def shared() -> nn.Sequential:
         linear = seeded(lambda: nn.Linear(5, 5))
         return nn.Sequential(linear, nn.Tanh(), linear)
 
-    model = wrap(fullshard, shared(), original=original)
-    with speaking(fullshard, model, "FULL", rank0_only=rank0_only):
-        state = model.state_dict()
-    assert_equal_states(state, {} if rank0_only and world.rank else shared().state_dict())
+    model, plain = wrap(fullshard, shared(), original=original), shared().state_dict()
+    for rank0_only in (False, True):
+        with speaking(fullshard, model, "FULL", rank0_only=rank0_only):
+            assert_equal_states(model.state_dict(), {} if rank0_only and world.rank else plain)
     with speaking(fullshard, model, "SHARDED"):
         state = model.state_dict()
         model.load_state_dict(state)
-        assert_equal_states(whole(state), shared().state_dict())
+        assert_equal_states(whole(state), plain)
 
 
 def test_a_copy_has_memory_of_its_own_in_the_usual_order() -> None:

@@ -14,7 +14,7 @@ from tests.checkpoint.state_dicts import (
     speaking,
     wrapped,
 )
-from tests.harness import World, ranks
+from tests.harness import World, fake_world, ranks
 from tests.harness.compare import LIBRARIES
 from tests.harness.wrapper import EACH_WRAPPER, ORIGINAL, WRAPPERS, wrap
 
@@ -44,11 +44,13 @@ def test_settings_are_put_back(world: World, library: str, original: bool) -> No
     assert isinstance(now.optim_state_dict_config, fsdp.ShardedOptimStateDictConfig)
 
 
-@ranks(2)
 @EACH_WRAPPER
-@pytest.mark.parametrize(
-    ("kind", "config", "optim"),
-    [
+def test_a_configuration_of_another_type(library: str) -> None:
+    fsdp = WRAPPERS[library]
+    with fake_world(2):
+        model = wrap(fsdp, build())
+    wrapper = fsdp.FullyShardedDataParallel
+    for kind, config, optim in (
         ("FULL", "ShardedStateDictConfig", None),
         ("FULL", "LocalStateDictConfig", None),
         ("SHARDED", "FullStateDictConfig", None),
@@ -57,24 +59,18 @@ def test_settings_are_put_back(world: World, library: str, original: bool) -> No
         ("SHARDED", None, "FullOptimStateDictConfig"),
         ("LOCAL", None, "FullOptimStateDictConfig"),
         ("FULL", "StateDictConfig", None),
-    ],
-)
-def test_a_configuration_of_another_type(
-    world: World, library: str, kind: str, config: str | None, optim: str | None
-) -> None:
-    fsdp = WRAPPERS[library]
-    model = wrap(fsdp, build())
-    given = [None if name is None else getattr(fsdp, name)() for name in (config, optim)]
-    with pytest.raises(RuntimeError):
-        fsdp.FullyShardedDataParallel.set_state_dict_type(model, fsdp.StateDictType[f"{kind}_STATE_DICT"], *given)
-    assert fsdp.FullyShardedDataParallel.get_state_dict_type(model).state_dict_type.name == "FULL_STATE_DICT"
+    ):
+        given = [None if name is None else getattr(fsdp, name)() for name in (config, optim)]
+        with pytest.raises(RuntimeError):
+            wrapper.set_state_dict_type(model, fsdp.StateDictType[f"{kind}_STATE_DICT"], *given)
+        assert wrapper.get_state_dict_type(model).state_dict_type.name == "FULL_STATE_DICT"
 
 
-@ranks(2)
 @EACH_WRAPPER
-def test_settings_that_differ_in_a_tree(world: World, library: str) -> None:
+def test_settings_that_differ_in_a_tree(library: str) -> None:
     fsdp = WRAPPERS[library]
-    model = wrapped(fsdp, build())
+    with fake_world(2):
+        model = wrapped(fsdp, build())
     wrapper = fsdp.FullyShardedDataParallel
     wrapper.set_state_dict_type(model.module.blocks[0], fsdp.StateDictType.SHARDED_STATE_DICT)
     with pytest.raises(AssertionError):
@@ -92,15 +88,3 @@ def test_torchs_own_settings_are_taken(world: World) -> None:
     ):
         assert FSDP.get_state_dict_type(model).state_dict_type is StateDictType.SHARDED_STATE_DICT
         assert isinstance(model.state_dict()["first.weight"], DTensor)
-
-
-@ranks(2)
-def test_the_warning_of_deprecation(world: World) -> None:
-    model = wrap(fullshard, build())
-    with pytest.warns(FutureWarning, match="deprecated") as seen:
-        FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
-    assert [warning.filename for warning in seen] == [__file__]
-    context = FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT)
-    with pytest.warns(FutureWarning, match="deprecated") as seen, context:
-        pass
-    assert [warning.filename for warning in seen] == [__file__]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard import FullyShardedDataParallel, MixedPrecision
+from fullshard import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fullshard.schedule.unit import unit_of
 from fullshard.wrapper.unit import WrappedUnit, keep_precision
 from tests.harness import World, ranks
@@ -51,26 +51,9 @@ def test_the_root_casts_inputs_and_buffers_as_it_is_told(world: World) -> None:
 
 
 @ranks(2)
-def test_evaluation_is_in_full_precision_if_the_environment_asks_for_it(world: World) -> None:
-    model, inner, _ = wrapped(param_dtype=BF16, buffer_dtype=BF16)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-        seen = []
-        for training in (True, False, True):
-            model.train(training)
-            model(torch.ones(1, 4))
-            seen.append(inner.dtypes)
-    assert seen == [[BF16] * 3, [torch.float32] * 3, [BF16] * 3]
-
-
-@ranks(2)
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_a_hook_of_the_user_reduces_in_place_of_us(world: World, strategy: str) -> None:
-    from fullshard import ShardingStrategy
-
-    model = FullyShardedDataParallel(
-        nn.Linear(4, 4), sharding_strategy=ShardingStrategy[strategy], use_orig_params=True
-    )
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD], ids=str)
+def test_a_hook_of_the_user_reduces_in_place_of_us(world: World, strategy: ShardingStrategy) -> None:
+    model = FullyShardedDataParallel(nn.Linear(4, 4), sharding_strategy=strategy, use_orig_params=True)
     unit: Any = unit_of(model)
 
     def hook(full: torch.Tensor, *reduced: torch.Tensor) -> None:
