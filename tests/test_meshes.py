@@ -113,12 +113,6 @@ def test_resting_on_any_divisor(choice: int) -> None:
         assert local(model.weight).shape == (1024 // choice, 6)
 
 
-@pytest.mark.parametrize("choice", [0, -1, 3, 5, 16])
-def test_reshard_after_forward_is_a_divisor(choice: int) -> None:
-    with fake_world(8), pytest.raises(ValueError, match="factor"):
-        fullshard.fully_shard(nn.Linear(6, 5), reshard_after_forward=choice)
-
-
 @pytest.mark.parametrize(("choice", "sharded"), [(1, False), (8, True)])
 def test_the_trivial_divisors_are_false_and_true(choice: int, sharded: bool) -> None:
     with fake_world(8):
@@ -128,30 +122,11 @@ def test_the_trivial_divisors_are_false_and_true(choice: int, sharded: bool) -> 
         assert isinstance(model.weight, DTensor) is sharded
 
 
-@pytest.mark.parametrize("choice", ["2", 2.0, [2]])
-def test_reshard_after_forward_is_a_bool_or_an_int(choice: Any) -> None:
-    with fake_world(8), pytest.raises(ValueError, match="reshard_after_forward"):
-        fullshard.fully_shard(nn.Linear(6, 5), reshard_after_forward=choice)
-
-
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 2, 4)])
-@pytest.mark.parametrize("library", ["fullshard", "torch"])
-def test_meshes_of_other_than_one_or_two_dims_are_refused(shape: tuple[int, ...], library: str) -> None:
-    with fake_world(8), pytest.raises(ValueError, match="1D or 2D"):
-        Library(library).fully_shard(nn.Linear(6, 5), mesh=init_device_mesh("cpu", shape))
-
-
 @ranks(2)
 def test_names_that_contradict_the_places_of_dims_are_refused(world: World) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "dp_replicate"))
     with pytest.raises(ValueError, match=r"replicates over the first dim .* \('dp_shard', 'dp_replicate'\): exchange"):
         fullshard.fully_shard(nn.Linear(2, 2), mesh=mesh)
-
-
-@pytest.mark.parametrize("library", ["fullshard", "torch"])
-def test_a_two_dimensional_mesh_without_names_is_refused(library: str) -> None:
-    with fake_world(8), pytest.raises(AssertionError, match="mesh_dim_names"):
-        Library(library).fully_shard(nn.Linear(6, 5), mesh=init_device_mesh("cpu", (2, 4)))
 
 
 @ranks(2)
@@ -250,20 +225,6 @@ def test_a_full_mesh_with_tensor_parallel(world: World, reshard: bool | int) -> 
         (reference(inputs(other)).sum() / 2).backward()
     for parameter, expected in zip(parameters, reference.parameters(), strict=True):
         assert_close(kept(parameter.grad), expected.grad, "gradient")
-
-
-@ranks(2)
-def test_plain_tensors_on_a_full_mesh_are_refused(world: World) -> None:
-    mesh = world.mesh(2, names=("data",))
-    with pytest.raises(ValueError, match="weight"):
-        fullshard.fully_shard(nn.Linear(6, 5), mesh=mesh, dp_mesh_dims=fullshard.DataParallelMeshDims(shard="data"))
-
-
-@ranks(2)
-def test_a_dim_that_the_mesh_does_not_have_is_refused(world: World) -> None:
-    mesh = world.mesh(2, names=("data",))
-    with pytest.raises(ValueError, match="other"):
-        fullshard.fully_shard(replicated(mesh), mesh=mesh, dp_mesh_dims=fullshard.DataParallelMeshDims(shard="other"))
 
 
 @ranks(4)

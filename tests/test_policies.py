@@ -130,21 +130,15 @@ class TestMixedPrecisionPolicy:
     DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 
     @pytest.mark.parametrize("field", DTYPE_FIELDS)
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, None])
-    def test_takes_floating_point_dtypes_and_none(self, field: str, dtype: torch.dtype | None) -> None:
-        assert getattr(MixedPrecisionPolicy(**{field: dtype}), field) is dtype
-
-    @pytest.mark.parametrize("field", DTYPE_FIELDS)
-    @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
-    def test_refuses_other_dtypes_by_field_name(self, field: str, dtype: torch.dtype) -> None:
-        with pytest.raises(ValueError, match=rf"{field} is {dtype}, which is not floating-point"):
-            MixedPrecisionPolicy(**{field: dtype})
-
-    @pytest.mark.parametrize("field", DTYPE_FIELDS)
-    @pytest.mark.parametrize("value", ["bfloat16", float, 16, False])
-    def test_refuses_what_is_no_dtype_by_field_name(self, field: str, value: Any) -> None:
-        with pytest.raises(TypeError, match=rf"MixedPrecisionPolicy\.{field} is .*expected a floating-point"):
-            MixedPrecisionPolicy(**{field: value})
+    def test_takes_floating_point_dtypes_and_refuses_others_by_field_name(self, field: str) -> None:
+        for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, None):
+            assert getattr(MixedPrecisionPolicy(**{field: dtype}), field) is dtype
+        for other in (torch.int8, torch.bool, torch.complex64):
+            with pytest.raises(ValueError, match=rf"{field} is {other}, which is not floating-point"):
+                MixedPrecisionPolicy(**{field: other})
+        for value in ("bfloat16", float, 16, False):
+            with pytest.raises(TypeError, match=rf"MixedPrecisionPolicy\.{field} is .*expected a floating-point"):
+                MixedPrecisionPolicy(**{field: value})
 
     def test_refuses_a_dtype_where_a_switch_belongs(self) -> None:
         with pytest.raises(TypeError, match="cast_forward_inputs"):
