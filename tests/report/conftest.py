@@ -16,8 +16,8 @@ _WHOLE = snapshot._SKIPPED, snapshot._is_skipped
 
 
 def _is_skipped(value: Any) -> bool:
-    is_of_others = isinstance(value, ModuleType) and value.__name__.startswith("tests.")
-    return (is_of_others and not value.__name__.startswith("tests.report.")) or _WHOLE[1](value)
+    name = str(vars(value).get("__name__")) if issubclass(type(value), ModuleType) else ""
+    return (name.startswith("tests.") and not name.startswith("tests.report.")) or _WHOLE[1](value)
 
 
 @pytest.fixture(scope="package", autouse=True)
