@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -153,13 +154,17 @@ def test_a_mesh_that_only_replicates_is_data_parallel(world: World) -> None:
         assert parameter.placements == (Replicate(),)
         assert torch.equal(local(parameter), expected)
     parameters = list(model.parameters())
-    reference = seeded(MLP)
     for seed in range(2):
         model(_on(mesh, inputs(2 * seed + world.rank))).to_local().sum().backward()
-        for rank in range(2):
-            (reference(inputs(2 * seed + rank)).sum() / 2).backward()
+    check_gradients(parameters, seeded(MLP), range(4), 2)
+
+
+def check_gradients(parameters: Iterable[Any], reference: nn.Module, seeds: Iterable[int], ranks: int) -> None:
+    """Gradients are the mean over the ranks of those that the whole model has of all batches."""
+    for seed in seeds:
+        (reference(inputs(seed)).sum() / ranks).backward()
     for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-        assert_close(local(parameter.grad), expected.grad, "gradient")
+        assert_close(kept(parameter.grad), expected.grad, "gradient")
 
 
 def _on(mesh: DeviceMesh, batch: torch.Tensor) -> Any:
@@ -178,10 +183,7 @@ def test_named_dims_of_a_full_mesh(world: World, reshard: bool | int) -> None:
     parameters = list(model.parameters())
     for seed in range(2):
         model(_on(mesh, inputs(4 * seed + world.rank))).to_local().sum().backward()
-        for rank in range(4):
-            (reference(inputs(4 * seed + rank)).sum() / 4).backward()
-    for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-        assert_close(kept(parameter.grad), expected.grad, "gradient")
+    check_gradients(parameters, reference, range(8), 4)
 
 
 @ranks(4)
@@ -197,13 +199,9 @@ def test_named_dims_beside_tensor_parallel(world: World, reshard: bool) -> None:
     fullshard.fully_shard(model, mesh=mesh["data"], reshard_after_forward=reshard)
     parameters = list(model.parameters())
     assert {parameter.device_mesh.ndim for parameter in parameters} == {2}
-    rank = world.rank // 2
     for _ in range(2):
-        model(inputs(rank)).sum().backward()
-        for other in range(2):
-            (reference(inputs(other)).sum() / 2).backward()
-    for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-        assert_close(kept(parameter.grad), expected.grad, "gradient")
+        model(inputs(world.rank // 2)).sum().backward()
+    check_gradients(parameters, reference, (0, 1, 0, 1), 2)
 
 
 @ranks(4)
@@ -218,13 +216,9 @@ def test_a_full_mesh_with_tensor_parallel(world: World, reshard: bool | int) -> 
     fullshard.fully_shard(model, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=reshard)
     parameters = list(model.parameters())
     assert local(model.weight).shape == (2, 6)
-    rank = world.rank // 2
-    x = DTensor.from_local(inputs(rank), mesh, [Shard(0), Replicate()], run_check=False)
+    x = DTensor.from_local(inputs(world.rank // 2), mesh, [Shard(0), Replicate()], run_check=False)
     model(x).to_local().sum().backward()
-    for other in range(2):
-        (reference(inputs(other)).sum() / 2).backward()
-    for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-        assert_close(kept(parameter.grad), expected.grad, "gradient")
+    check_gradients(parameters, reference, range(2), 2)
 
 
 @ranks(4)
