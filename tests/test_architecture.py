@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,13 +158,15 @@ def private_names() -> set[str]:
     return {name for name in found if name.startswith("_")}
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_imports_go_downward(file: Path) -> None:
-    name = name_of(file)
-    if not name:
-        return  # the package itself only re-exports
-    for target in known(file):
-        assert layer_of(target) <= layer_of(name), f"{name} must not know {target}, which stands above it"
+def test_imports_go_downward() -> None:
+    names = {name: file for file in FILES if (name := name_of(file))}  # the package itself only re-exports
+    wrong = [
+        f"{name} must not know {target}, which stands above it"
+        for name, file in names.items()
+        for target in sorted(known(file))
+        if layer_of(target) > layer_of(name)
+    ]
+    assert wrong == []
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
@@ -174,48 +177,37 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         pytest.fail(f"a circle: {' imports '.join(reversed(error.args[1]))}")
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_torch_is_the_only_dependency_of_most_files(file: Path) -> None:
-    for imported in imports(file):
-        package = imported.partition(".")[0]
-        known = {"fullshard", "torch", *sys.stdlib_module_names, *DEPENDENCIES.get(name_of(file).split(".")[0], ())}
-        assert package in known, f"{imported} is no dependency"
+def test_torch_is_the_only_dependency_of_most_files_and_its_own_sharding_of_none() -> None:
+    wrong = []
+    for name, imported in ((name_of(file), imported) for file in FILES for imported in imports(file)):
+        known = {"fullshard", "torch", *sys.stdlib_module_names, *DEPENDENCIES.get(name.split(".")[0], ())}
+        is_sharding = imported.startswith(("torch.distributed.fsdp", "torch.distributed._composable"))
+        if imported.partition(".")[0] not in known or is_sharding:
+            wrong.append(f"{name} imports {imported}")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_nothing_comes_from_the_sharding_that_torch_ships(file: Path) -> None:
-    for imported in imports(file):
-        assert not imported.startswith(("torch.distributed.fsdp", "torch.distributed._composable")), imported
+def test_private_names_of_torch_are_used_in_one_file() -> None:
+    wrong = []
+    for file in FILES:
+        name = name_of(file)
+        if name in USE_PRIVATE:
+            continue
+        private = [each for each in imports(file) if re.match(r"torch\b.*\._", each)]
+        for node in nodes(file):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                ours = node.attr in private_names() or node.attr in REGISTERED or node.attr.startswith("_fullshard_")
+                ours |= ast.unparse(node.value) in ("os", "sys", "threading", "atexit")
+                private += [] if ours else [f"{ast.unparse(node)} in line {node.lineno}"]
+        wrong += [f"{name}: {each}" for each in private]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_private_names_of_torch_are_used_in_one_file(file: Path) -> None:
-    if name_of(file) in (
-        "torch_private",
-        "torch_rules",
-        "interop",
-        "compat.names",
-        "compat.memory_tracker",
-        "testing.pytest_private",
-    ):
-        return
-    for imported in imports(file):
-        if imported.startswith("torch."):
-            assert not any(part.startswith("_") for part in imported.split(".")), f"{imported} is private to torch"
-    for node in nodes(file):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            ours = node.attr in private_names() or node.attr in REGISTERED or node.attr.startswith("_fullshard_")
-            ours |= ast.unparse(node.value) in ("os", "sys", "threading", "atexit")
-            assert ours, f"line {node.lineno}: {ast.unparse(node)} is private to torch"
-
-
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_no_file_is_longer_than_500_lines(file: Path) -> None:
-    assert len(file.read_text().splitlines()) <= 500
-
-
-@pytest.mark.parametrize("file", FILES, ids=name_of)
-def test_every_file_says_what_it_is(file: Path) -> None:
-    module = nodes(file)[0]
-    assert isinstance(module, ast.Module)
-    assert not module.body or ast.get_docstring(module), f"{name_of(file)} has no docstring"
+def test_no_file_is_longer_than_500_lines_and_each_says_what_it_is() -> None:
+    wrong = []
+    for file in FILES:
+        module = nodes(file)[0]
+        assert isinstance(module, ast.Module)
+        wrong += [file] if module.body and not ast.get_docstring(module) else []
+        wrong += [file] if len(file.read_text().splitlines()) > 500 else []
+    assert wrong == []

@@ -234,22 +234,6 @@ def summon(model: nn.Module, **options: bool) -> None:
 
 
 @ranks(2)
-def test_full_parameters_to_write_on_one_rank_only(world: World) -> None:
-    model = sharded_mlp()
-    words = ("writeback", "rank0_only")
-    error = (NotImplementedError, ValueError)
-    refused(lambda _: summon(model, writeback=True, rank0_only=True), error, *words, torch_too=False)
-
-
-@ranks(2)
-def test_full_gradients_on_the_cpu(world: World) -> None:
-    model = sharded_mlp()
-    words = ("with_grads", "offload_to_cpu")
-    error = (NotImplementedError, ValueError)
-    refused(lambda _: summon(model, with_grads=True, offload_to_cpu=True), error, *words, torch_too=False)
-
-
-@ranks(2)
 def test_full_parameters_inside_a_forward(world: World) -> None:
     model = sharded_mlp()
     model.blocks[0].register_forward_hook(lambda *_: summon(model))
@@ -264,18 +248,6 @@ def test_full_parameters_inside_a_backward(world: World) -> None:
     output.register_hook(lambda grad: summon(model))
     error = (AssertionError, RuntimeError)
     refused(lambda _: output.sum().backward(), error, "FSDPMLP", "backward", "between steps", torch_too=False)
-
-
-@ranks(2)
-def test_a_forward_while_full_parameters_are_shown(world: World) -> None:
-    """The gradients that its backward would compute are nobody's."""
-    model = sharded_mlp()
-
-    def mistake(fsdp: ModuleType) -> None:
-        with fullshard.summon_full_params(model):
-            model(BATCH)
-
-    refused(mistake, (AssertionError, RuntimeError), "summon_full_params", torch_too=False)
 
 
 @ranks(2)

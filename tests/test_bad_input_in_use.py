@@ -45,25 +45,52 @@ def meta_mlp(fsdp: ModuleType = fullshard) -> Any:
 # -- ranks that disagree ---------------------------------------------------------------------------------------------
 
 
-def disagree(world: World, change: Callable[[Any], object], *words: str, build: Callable[[], Any] = mlp) -> None:
-    """Shard a model that rank 1 has changed: each rank must say what both of them have."""
-    model = build()
+def narrow() -> Any:
+    return seeded(lambda: MLP((5, 5, 5)))
+
+
+def transpose(model: Any) -> None:
+    model.blocks[0] = nn.Sequential(nn.Linear(7, 6, bias=False), nn.Tanh())
+
+
+def rename(model: Any) -> None:
+    model.factor = model.scale
+    del model.scale
+
+
+def move_to_the_end(model: Any) -> None:
+    weight = model.blocks[1][0].weight
+    del model.blocks[1][0].weight
+    model.blocks[1][0].weight = weight
+
+
+def add(model: Any) -> None:
+    model.blocks[3].extra = nn.Parameter(torch.ones(2))
+
+
+def tie(model: Any) -> None:
+    model.blocks[1][0].weight = model.blocks[0][0].weight
+
+
+#: How rank 1 changes the model before both shard it, and words of what each rank must then say.
+CHANGES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
+    "another shape": (transpose, ("'blocks.0.0.weight'", "(7, 6)", "(6, 7)")),
+    "another dtype": (lambda model: model.blocks[1].double(), ("'blocks.1.0.weight'", "float32", "float64")),
+    "another name": (rename, ("'scale'", "'factor'")),
+    "another order": (move_to_the_end, ("'blocks.1.0.weight'", "'blocks.1.0.bias'", "(5, 7)", "(5,)")),
+    "a parameter more": (add, ("'blocks.3.extra'", "(2,)")),
+    "a tie": (tie, ("'blocks.1.0.weight'", "'blocks.1.0.bias'")),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("what", CHANGES)
+def test_ranks_whose_models_differ(world: World, what: str) -> None:
+    change, words = CHANGES[what]
+    model = narrow() if change is tie else mlp()
     if world.rank == 1:
         change(model)
     refused(lambda fsdp: fsdp.fully_shard(model), ValueError, "rank 0", "rank 1", *words, torch_too=False)
-
-
-@ranks(2)
-def test_another_shape(world: World) -> None:
-    def transpose(model: Any) -> None:
-        model.blocks[0] = nn.Sequential(nn.Linear(7, 6, bias=False), nn.Tanh())
-
-    disagree(world, transpose, "'blocks.0.0.weight'", "(7, 6)", "(6, 7)")
-
-
-@ranks(2)
-def test_another_dtype(world: World) -> None:
-    disagree(world, lambda model: model.blocks[1].double(), "'blocks.1.0.weight'", "float32", "float64")
 
 
 @ranks(2)
@@ -74,137 +101,83 @@ def test_what_the_ranks_have_in_common_is_not_told(world: World) -> None:
     assert "MixedPrecisionPolicy" not in str(caught.value)
 
 
-@ranks(2)
-def test_another_name(world: World) -> None:
-    def rename(model: Any) -> None:
-        model.factor = model.scale
-        del model.scale
-
-    disagree(world, rename, "'scale'", "'factor'")
+def other_placements(rank: int) -> None:
+    fullshard.fully_shard(mlp(), shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1 if rank else 0))
 
 
-@ranks(2)
-def test_another_order(world: World) -> None:
-    def move_to_the_end(model: Any) -> None:
-        weight = model.blocks[1][0].weight
-        del model.blocks[1][0].weight
-        model.blocks[1][0].weight = weight
-
-    disagree(world, move_to_the_end, "'blocks.1.0.weight'", "'blocks.1.0.bias'", "(5, 7)", "(5,)")
+def other_groups(rank: int) -> None:
+    model = mlp()
+    for block in model.blocks[: 1 + rank]:
+        fullshard.fully_shard(block)
+    fullshard.fully_shard(model)
 
 
-@ranks(2)
-def test_a_parameter_more(world: World) -> None:
-    def add(model: Any) -> None:
-        model.blocks[3].extra = nn.Parameter(torch.ones(2))
-
-    disagree(world, add, "'blocks.3.extra'", "(2,)")
-
-
-@ranks(2)
-def test_a_tie_that_only_one_rank_has(world: World) -> None:
-    def tie(model: Any) -> None:
-        model.blocks[1][0].weight = model.blocks[0][0].weight
-
-    words = ("'blocks.1.0.weight'", "'blocks.1.0.bias'")
-    disagree(world, tie, *words, build=lambda: seeded(lambda: MLP((5, 5, 5))))
+def other_order(rank: int) -> None:
+    """Each group would be taken for another one of the same size."""
+    model = seeded(lambda: MLP((6, 6, 6, 6)))
+    for index in (0, 1, 2) if rank == 0 else (2, 1, 0):
+        fullshard.fully_shard(model.blocks[index])
+    fullshard.fully_shard(model)(BATCH)
 
 
-@ranks(2)
-def test_a_parameter_is_told_with_its_place_in_the_module(world: World) -> None:
-    """There may be a hundred weights of one shape in a group."""
-    disagree(world, lambda model: model.blocks[1].double(), "'blocks.1.0.weight'")
+def other_precision(rank: int) -> None:
+    policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if rank else None)
+    fullshard.fully_shard(mlp(), mp_policy=policy)(BATCH)
 
 
-@ranks(2)
-def test_another_placement(world: World) -> None:
-    def mistake(fsdp: ModuleType) -> None:
-        fsdp.fully_shard(mlp(), shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1 if world.rank else 0))
-
-    refused(mistake, ValueError, "rank 0", "rank 1", "'blocks.0.0.weight'", "dim 0", "dim 1", torch_too=False)
+def one_trains(rank: int) -> None:
+    model = mlp()
+    model.blocks[1][0].weight.requires_grad_(rank == 0)
+    fullshard.fully_shard(model)(BATCH).sum().backward()
 
 
-@ranks(2)
-def test_other_groups(world: World) -> None:
-    def mistake(fsdp: ModuleType) -> None:
-        model = mlp()
-        for block in model.blocks[: 1 + world.rank]:
-            fsdp.fully_shard(block)
-        fsdp.fully_shard(model)
-
-    refused(mistake, ValueError, "rank 0", "rank 1", "'scale'", "'0.weight'", torch_too=False)
+CALLS: dict[Callable[[int], None], tuple[str, ...]] = {
+    other_placements: ("'blocks.0.0.weight'", "dim 0", "dim 1"),
+    other_groups: ("'scale'", "'0.weight'"),
+    other_order: ("blocks.0", "blocks.2"),
+    other_precision: ("bfloat16",),
+    one_trains: ("weight",),
+}
 
 
-@ranks(2, timeout=10)
-def test_equal_groups_made_in_another_order(world: World) -> None:
-    """Each would be taken for another one of the same size."""
-
-    def mistake(fsdp: ModuleType) -> None:
-        model = seeded(lambda: MLP((6, 6, 6, 6)))
-        for index in (0, 1, 2) if world.rank == 0 else (2, 1, 0):
-            fsdp.fully_shard(model.blocks[index])
-        fsdp.fully_shard(model)
-        model(BATCH)
-
-    refused(mistake, (RuntimeError, ValueError), "rank 0", "rank 1", "blocks.0", "blocks.2", torch_too=False)
-
-
-@ranks(2, timeout=10)
-def test_another_precision(world: World) -> None:
-    def mistake(fsdp: ModuleType) -> None:
-        dtype = torch.bfloat16 if world.rank == 1 else None
-        model = fsdp.fully_shard(mlp(), mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=dtype))
-        model(BATCH)
-
-    refused(mistake, (RuntimeError, ValueError), "rank 0", "rank 1", "bfloat16", torch_too=False)
-
-
-@ranks(2, timeout=10)
-def test_a_parameter_that_only_one_rank_trains(world: World) -> None:
-    def mistake(fsdp: ModuleType) -> None:
-        model = mlp()
-        model.blocks[1][0].weight.requires_grad_(world.rank == 0)
-        fsdp.fully_shard(model)(BATCH).sum().backward()
-
-    refused(mistake, (RuntimeError, ValueError), "rank 0", "rank 1", "weight", torch_too=False)
+@ranks(2, timeout=20)
+@pytest.mark.parametrize("mistake", CALLS, ids=lambda mistake: mistake.__name__)
+def test_ranks_whose_calls_differ(world: World, mistake: Callable[[int], None]) -> None:
+    error = (RuntimeError, ValueError)
+    refused(lambda _: mistake(world.rank), error, "rank 0", "rank 1", *CALLS[mistake], torch_too=False)
 
 
 # -- parameters and buffers without memory ---------------------------------------------------------------------------
 
 
+def with_a_block_on_meta(fsdp: ModuleType, index: int) -> None:
+    model = mlp()
+    model.blocks[index].to("meta")
+    fsdp.fully_shard(model)(BATCH)
+
+
+def summon_on_meta(fsdp: ModuleType) -> None:
+    with torch.device("meta"):
+        model = fsdp.fully_shard(MLP())
+    with fullshard.summon_full_params(model):
+        pass
+
+
+def with_a_buffer_on_meta(fsdp: ModuleType) -> None:
+    model: Any = nn.Sequential(Masked())
+    model[0].mask = model[0].mask.to("meta")
+    fsdp.fully_shard(model)(BATCH)
+
+
 @ranks(2)
-@pytest.mark.parametrize("on_meta", [1, 3])
-def test_a_block_on_meta_among_others(world: World, on_meta: int) -> None:
-    def mistake(fsdp: ModuleType) -> None:
-        model = mlp()
-        model.blocks[on_meta].to("meta")
-        fsdp.fully_shard(model)(BATCH)
-
-    refused(mistake, RuntimeError, "meta device", f"'blocks.{on_meta}.0.weight'", "to_empty")
-
-
-@ranks(2)
-def test_a_model_on_meta(world: World) -> None:
+def test_parameters_and_buffers_on_meta(world: World) -> None:
+    for index in (1, 3):
+        words = (f"'blocks.{index}.0.weight'", "to_empty")
+        refused(lambda fsdp, at=index: with_a_block_on_meta(fsdp, at), RuntimeError, "meta device", *words)
     refused(lambda fsdp: meta_mlp(fsdp)(BATCH), RuntimeError, "meta device", "'scale'", "to_empty")
-
-
-@ranks(2)
-def test_a_block_on_meta_gathered_by_hand(world: World) -> None:
-    def mistake(fsdp: ModuleType) -> None:
-        meta_mlp(fsdp).blocks[1].unshard()
-
-    refused(mistake, RuntimeError, "meta device", "0.weight", "to_empty")
-
-
-@ranks(2)
-def test_full_parameters_of_a_model_on_meta(world: World) -> None:
-    def mistake(fsdp: ModuleType) -> None:
-        with torch.device("meta"):
-            model = fsdp.fully_shard(MLP())
-        with fullshard.summon_full_params(model):
-            pass
-
-    refused(mistake, RuntimeError, "meta device", "'blocks.0.0.weight'", torch_too=False)
+    refused(lambda fsdp: meta_mlp(fsdp).blocks[1].unshard(), RuntimeError, "meta device", "0.weight", "to_empty")
+    refused(summon_on_meta, RuntimeError, "meta device", "'blocks.0.0.weight'", torch_too=False)
+    refused(with_a_buffer_on_meta, RuntimeError, "meta device", "'0.mask'", torch_too=False)
 
 
 class Masked(nn.Module):
@@ -218,16 +191,6 @@ class Masked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x) * self.mask
         return y
-
-
-@ranks(2)
-def test_a_buffer_on_meta(world: World) -> None:
-    def mistake(fsdp: ModuleType) -> None:
-        model: Any = nn.Sequential(Masked())
-        model[0].mask = model[0].mask.to("meta")
-        fsdp.fully_shard(model)(BATCH)
-
-    refused(mistake, RuntimeError, "meta device", "'0.mask'", torch_too=False)
 
 
 def from_meta() -> Any:
@@ -259,13 +222,6 @@ def test_a_buffer_that_was_initialized_after_to_empty(world: World) -> None:
 # -- setters ---------------------------------------------------------------------------------------------------------
 
 
-@ranks(2)
-@pytest.mark.parametrize("value", [2, "yes", None], ids=repr)
-def test_a_choice_after_forward_that_is_no_bool(world: World, value: object) -> None:
-    error = ValueError
-    refused(lambda fsdp: sharded_mlp(fsdp).set_reshard_after_forward(value), error, "reshard_after_forward", "bool")
-
-
 SWITCHES = (
     "requires_gradient_sync",
     "requires_all_reduce",
@@ -276,83 +232,72 @@ SWITCHES = (
     "force_sum_reduction_for_comms",
     "separate_reduce_scatter_group",
 )
+#: Values of setters that are refused, with words of the message, and whether torch refuses them too. "no" is as true as
+#: "yes" is.
+VALUES: list[tuple[str, tuple[Any, ...], tuple[str, ...], bool]] = [
+    ("set_reshard_after_forward", (2, "yes", None), ("reshard_after_forward", "bool"), True),
+    *((f"set_{name}", ("no",), (name, "'no'", "True or False"), False) for name in SWITCHES),
+    ("set_gradient_divide_factor", (0, -2.0, float("nan"), float("inf"), "2"), ("divide factor",), False),
+    ("set_reduce_scatter_max_input_buffers", (0, 1.5, True), ("max_input_buffers",), True),
+    *(
+        (name, ("nccl",), ("'nccl'",), False)
+        for name in ("set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter")
+    ),
+]
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_that_is_a_word(world: World, name: str) -> None:
-    """ "no" is as true as "yes" is."""
-    error = (TypeError, ValueError)
-    words = (name, "'no'", "True or False")
-    refused(lambda fsdp: getattr(sharded_mlp(fsdp), f"set_{name}")("no"), error, *words, torch_too=False)
+@pytest.mark.parametrize(("name", "values", "words", "torch_too"), VALUES, ids=[each[0] for each in VALUES])
+def test_a_setter_refuses_a_value(
+    world: World, name: str, values: tuple[Any, ...], words: tuple[str, ...], torch_too: bool
+) -> None:
+    for value in values:
+        said = (*words, str(value)) if name == "set_gradient_divide_factor" else words
+        refused(
+            lambda fsdp, value=value: getattr(sharded_mlp(fsdp), name)(value),
+            (TypeError, ValueError),
+            *said,
+            torch_too=torch_too,
+        )
+
+
+def a_stream_for_a_hook(fsdp: ModuleType, world: World) -> None:
+    model = sharded_mlp(fsdp, mesh=world.mesh(2, 1, names=("replicate", "shard")))
+    model.set_all_reduce_hook(lambda output: None, stream=torch.Stream(device="cpu"))
+
+
+def prefetch(fsdp: ModuleType, way: str) -> None:
+    model = sharded_mlp(fsdp)
+    getattr(model, f"set_modules_to_{way}_prefetch")([model.blocks[0], model.blocks[0][0]])
+
+
+def reset_of_a_block(fsdp: ModuleType, world: World) -> None:
+    model = sharded_mlp(fsdp)
+    model(BATCH)
+    model.blocks[0].reset_iter_state()
+
+
+LINEAR = "Linear(in_features=6, out_features=7, bias=True)"
+MODULES: dict[str, tuple[Callable[[ModuleType, World], object], type[Exception], tuple[str, ...]]] = {
+    "a stream for a hook that has one": (a_stream_for_a_hook, ValueError, ("stream", "native HSDP")),
+    "prefetch in forward": (lambda fsdp, _: prefetch(fsdp, "forward"), ValueError, ("fully_shard", LINEAR)),
+    "prefetch in backward": (lambda fsdp, _: prefetch(fsdp, "backward"), ValueError, ("fully_shard", LINEAR)),
+    "shared lanes": (
+        lambda fsdp, _: fsdp.share_comm_ctx([sharded_mlp(fsdp), nn.Tanh()]),
+        ValueError,
+        ("fully_shard", "Tanh"),
+    ),
+    "a forward method that is missing": (
+        lambda fsdp, _: fsdp.register_fsdp_forward_method(sharded_mlp(fsdp), "generate"),
+        ValueError,
+        ("FSDPMLP", "does not have a method", "'generate'"),
+    ),
+    "a reset below the root": (reset_of_a_block, RuntimeError, ("root", "FSDPMLP", "FSDPSequential")),
+}
 
 
 @ranks(2)
-@pytest.mark.parametrize("factor", [0, -2.0, float("nan"), float("inf"), "2"], ids=repr)
-def test_a_divisor_that_is_no_positive_number(world: World, factor: Any) -> None:
-    error = (TypeError, ValueError)
-    words = ("divide factor", str(factor))
-    refused(lambda fsdp: sharded_mlp(fsdp).set_gradient_divide_factor(factor), error, *words, torch_too=False)
-
-
-@ranks(2)
-@pytest.mark.parametrize(("count", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
-def test_a_number_of_buffers_that_is_none(world: World, count: Any, error: type[Exception]) -> None:
-    refused(lambda fsdp: sharded_mlp(fsdp).set_reduce_scatter_max_input_buffers(count), error, "max_input_buffers")
-
-
-@ranks(2)
-@pytest.mark.parametrize("limit", [-1, 1.5, True], ids=repr)
-def test_a_prefetch_limit_that_is_none(world: World, limit: Any) -> None:
-    refused(lambda _: sharded_mlp().set_prefetch_limit(limit), ValueError, "limit", repr(limit), torch_too=False)
-
-
-@ranks(2)
-@pytest.mark.parametrize("name", ["set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"])
-def test_communication_that_cannot_be_called(world: World, name: str) -> None:
-    refused(lambda fsdp: getattr(sharded_mlp(fsdp), name)("nccl"), TypeError, "'nccl'", torch_too=False)
-
-
-@ranks(2)
-def test_a_stream_for_a_hook_that_has_one(world: World) -> None:
-    mesh = world.mesh(2, 1, names=("replicate", "shard"))
-    stream = torch.Stream(device="cpu")
-
-    def mistake(fsdp: ModuleType) -> None:
-        sharded_mlp(fsdp, mesh=mesh).set_all_reduce_hook(lambda output: None, stream=stream)
-
-    refused(mistake, ValueError, "stream", "native HSDP")
-
-
-@ranks(2)
-@pytest.mark.parametrize("name", ["set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"])
-def test_prefetch_of_a_module_that_is_not_sharded(world: World, name: str) -> None:
-    def mistake(fsdp: ModuleType) -> None:
-        model = sharded_mlp(fsdp)
-        getattr(model, name)([model.blocks[0], model.blocks[0][0]])
-
-    refused(mistake, ValueError, "fully_shard", "Linear(in_features=6, out_features=7, bias=True)")
-
-
-@ranks(2)
-def test_shared_lanes_for_a_module_that_is_not_sharded(world: World) -> None:
-    refused(lambda fsdp: fsdp.share_comm_ctx([sharded_mlp(fsdp), nn.Tanh()]), ValueError, "fully_shard", "Tanh")
-
-
-@ranks(2)
-def test_a_forward_method_that_is_missing(world: World) -> None:
-    def mistake(fsdp: ModuleType) -> None:
-        fsdp.register_fsdp_forward_method(sharded_mlp(fsdp), "generate")
-
-    refused(mistake, ValueError, "FSDPMLP", "'generate'")
-    fullshard.register_fsdp_forward_method(mlp(), "generate")  # a program may run without sharding too
-
-
-@ranks(2)
-def test_a_reset_of_another_module_than_the_root(world: World) -> None:
-    def mistake(fsdp: ModuleType) -> None:
-        model = sharded_mlp(fsdp)
-        model(BATCH)
-        model.blocks[0].reset_iter_state()
-
-    refused(mistake, RuntimeError, "root", "FSDPMLP", "FSDPSequential")
+@pytest.mark.parametrize("what", MODULES)
+def test_a_method_of_another_module_or_for_one(world: World, what: str) -> None:
+    mistake, error, words = MODULES[what]
+    refused(lambda fsdp: mistake(fsdp, world), error, *words)

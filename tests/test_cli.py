@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +38,23 @@ def test_env_says_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str], mo
     assert "gloo" in found["backends"]
 
 
-def test_the_transport_is_the_one_that_two_ranks_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def call_with(
+    rank: int, environment: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    os.environ.update(environment)
+    function(rank, *arguments)
+
+
+def fork_ranks(function: Callable[..., None], arguments: tuple[Any, ...], nprocs: int) -> None:
+    """What `spawn` does, in processes that have imported torch."""
+    arguments = (dict(os.environ), function, arguments)
+    torch.multiprocessing.start_processes(call_with, arguments, nprocs, start_method="forkserver")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_transport_is_the_one_that_two_ranks_would_use(monkeypatch: pytest.MonkeyPatch, forked: bool) -> None:
+    if forked:
+        monkeypatch.setattr(torch.multiprocessing, "spawn", fork_ranks)
     monkeypatch.setenv("FULLSHARD_TRANSPORT", "collective")
     assert cli._transport(torch.device("cpu")) == "collective for ranks of this machine: FULLSHARD_TRANSPORT=collective"
 

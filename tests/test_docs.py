@@ -87,7 +87,9 @@ def programs() -> list[Any]:
             blocks = text.count("```python")
             own = blocks - page.read_text().split("\n## ")[0].count("```python")
             if own if heading else blocks:
-                found.append(pytest.param(page, heading, id=f"{page.stem}: {heading}"))
+                # tests/test_recipes.py runs recipes too, but for their bfloat16.
+                marks = pytest.mark.slow if page.stem == "recipes" else ()
+                found.append(pytest.param(page, heading, id=f"{page.stem}: {heading}", marks=marks))
     return found
 
 
@@ -105,21 +107,22 @@ def test_the_code_of_a_section_runs(rank_pool: RankPool, page: Path, heading: st
     text = sections_of(page)[heading]
     size = int(found.group(1)) if (found := _RANKS.search(text)) else 2
     code = code_of(text)
-    fresh = "destroy_process_group" in code
-    outcomes = rank_pool.run(run_program, size, str(page.relative_to(ROOT)), code, fresh=fresh)
-    if any(outcome.kind != "returned" for outcome in outcomes):
-        pytest.fail(failure_report(outcomes), pytrace=False)
+    check_program(rank_pool, page, code, size, fresh="destroy_process_group" in code)
 
 
 def readme_blocks() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", README.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("number", range(len(readme_blocks())))
-def test_a_block_of_the_readme_runs(rank_pool: RankPool, number: int) -> None:
-    outcomes = rank_pool.run(run_program, 2, "README.md", readme_blocks()[number], fresh=True)
+def check_program(pool: RankPool, page: Path, code: str, size: int = 2, fresh: bool = False) -> None:
+    outcomes = pool.run(run_program, size, str(page.relative_to(ROOT)), code, fresh=fresh)
     if any(outcome.kind != "returned" for outcome in outcomes):
         pytest.fail(failure_report(outcomes), pytrace=False)
+
+
+@pytest.mark.parametrize("number", range(len(readme_blocks())))
+def test_a_block_of_the_readme_runs(rank_pool: RankPool, number: int) -> None:
+    check_program(rank_pool, README, readme_blocks()[number], fresh=True)
 
 
 @pytest.mark.slow
@@ -159,30 +162,25 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in _LINK.findall(prose_of(page.read_text())):
-        if target.startswith(("http://", "https://")):
-            continue
-        path, _, anchor = target.partition("#")
-        goal = (page.parent / path).resolve() if path else page
-        assert goal.exists(), f"{page.name} links to {target}, which does not exist"
-        if anchor and not (goal.parent.name == "reference" and anchor in documented()):
-            assert anchor in anchors(goal), f"{page.name} links to {target}, and {goal.name} has no such heading"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_paths_that_are_named_exist(page: Path) -> None:
-    """Files of the repository in backticks, such as `src/fullshard/module.py` or `group/group.py`."""
-    for name in re.findall(r"`([\w./-]+/[\w.-]*\.(?:py|md|toml))`", page.read_text()):
-        assert (ROOT / name).exists() or (ROOT / "src" / "fullshard" / name).exists(), f"{page.name} names {name}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_are_in_the_makefile(page: Path) -> None:
+def test_links_paths_and_commands_lead_somewhere() -> None:
+    """Paths are files of the repository in backticks, such as `src/fullshard/module.py` or `group/group.py`."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for command in re.findall(r"(?:`|^)make ([\w-]+)", page.read_text(), re.MULTILINE):
-        assert command in targets, f"{page.name} tells to run make {command}"
+    wrong = []
+    for page, text in ((page, page.read_text()) for page in PAGES):
+        for target in _LINK.findall(prose_of(text)):
+            path, _, anchor = target.partition("#")
+            goal = (page.parent / path).resolve() if path else page
+            known = anchor in documented() if goal.parent.name == "reference" else False
+            if not target.startswith(("http://", "https://")) and (
+                not goal.exists() or (anchor and not known and anchor not in anchors(goal))
+            ):
+                wrong.append(f"{page.name} links to {target}")
+        for name in re.findall(r"`([\w./-]+/[\w.-]*\.(?:py|md|toml))`", text):
+            if not (ROOT / name).exists() and not (ROOT / "src" / "fullshard" / name).exists():
+                wrong.append(f"{page.name} names {name}")
+        commands = re.findall(r"(?:`|^)make ([\w-]+)", text, re.MULTILINE)
+        wrong += [f"{page.name} tells to run make {command}" for command in commands if command not in targets]
+    assert wrong == []
 
 
 def test_the_readme_has_both_commands() -> None:
@@ -266,57 +264,55 @@ def errors_of(function: Any, *callers: Any) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("package", ["fullshard", "fullshard.wrap", "fullshard.optim", "fullshard.checkpoint"])
-def test_every_public_name_is_in_the_reference(package: str) -> None:
-    names = {f"{package}.{name}" for name in sys.modules[package].__all__}
+def test_every_public_name_is_in_the_reference() -> None:
+    packages = ("fullshard", "fullshard.wrap", "fullshard.optim", "fullshard.checkpoint")
+    names = {f"{package}.{name}" for package in packages for name in sys.modules[package].__all__}
+    fronts = ("fullshard.FSDPModule", "fullshard.FullyShardedDataParallel")
+    names |= {f"{path}.{name}" for path in fronts for name in methods(public_object(path))}
     assert names - documented().keys() == set()
 
 
-@pytest.mark.parametrize("path", ["fullshard.FSDPModule", "fullshard.FullyShardedDataParallel"])
-def test_every_method_of_a_front_end_is_in_the_reference(path: str) -> None:
-    assert {f"{path}.{name}" for name in methods(public_object(path))} - documented().keys() == set()
+def test_what_the_reference_shows_has_a_docstring() -> None:
+    for path in documented():
+        found = public_object(path)
+        text = vars(found).get("__doc__") if isinstance(found, type) else found.__doc__
+        assert text, path
+        assert not text.startswith(f"{path.rpartition('.')[2]}("), f"{path} has what dataclass writes"
+        # The site takes words before a colon in *Returns* for the name of a type.
+        returned = re.findall(r"^Returns:\n +(.*)$", docstrings_of(path), re.MULTILINE)
+        assert not [line for line in returned if ": " in line], path
 
 
-@pytest.mark.parametrize("path", documented())
-def test_what_the_reference_shows_has_a_docstring(path: str) -> None:
-    found = public_object(path)
-    text = vars(found).get("__doc__") if isinstance(found, type) else found.__doc__
-    assert text
-    assert not text.startswith(f"{path.rpartition('.')[2]}("), "this is what dataclass writes"
+def test_a_docstring_names_every_parameter() -> None:
+    wrong = []
+    for path in (*functions(), *constructed()):
+        text = docstrings_of(path)
+        for name, parameter in inspect.signature(public_object(path)).parameters.items():
+            is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if name != "self" and not is_variable and not re.search(rf"\b{name}\b", text):
+                wrong.append(f"{path} does not say what {name} is")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", [*functions(), *constructed()])
-def test_a_docstring_names_every_parameter(path: str) -> None:
-    text = docstrings_of(path)
-    for name, parameter in inspect.signature(public_object(path)).parameters.items():
-        if name != "self" and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            assert re.search(rf"\b{name}\b", text), f"{path} does not say what {name} is"
-
-
-@pytest.mark.parametrize("path", [*functions(), *constructed()])
-def test_a_docstring_names_every_error(path: str) -> None:
-    found = public_object(path)
-    made_by = [found] if path in functions() else [vars(found).get("__init__"), vars(found).get("__post_init__")]
-    raised = set().union(*(errors_of(each) for each in made_by if isinstance(each, FunctionType) and _is_ours(each)))
-    sections = griffe.Docstring(docstrings_of(path)).parse("google", warnings=False)
-    named = {str(each.annotation) for section in sections if section.kind.value == "raises" for each in section.value}
-    assert raised - named == set()
+def test_a_docstring_names_every_error() -> None:
+    wrong = {}
+    for path in (*functions(), *constructed()):
+        found = public_object(path)
+        made_by = [found] if isinstance(found, FunctionType) else map(vars(found).get, ("__init__", "__post_init__"))
+        ours = [each for each in made_by if isinstance(each, FunctionType) and _is_ours(each)]
+        sections = griffe.Docstring(docstrings_of(path)).parse("google", warnings=False)
+        raises = [each for section in sections if section.kind.value == "raises" for each in section.value]
+        missing = set[str]().union(*map(errors_of, ours)) - {str(each.annotation) for each in raises}
+        wrong |= {path: missing} if missing else {}
+    assert wrong == {}
 
 
 def _is_ours(function: FunctionType) -> bool:
     return os.path.exists(inspect.getfile(inspect.unwrap(function)))  # not what dataclass writes
 
 
-@pytest.mark.parametrize("path", functions())
-def test_a_docstring_says_which_ranks_call(path: str) -> None:
-    assert "Ranks: " in docstrings_of(path)
-
-
-@pytest.mark.parametrize("path", documented())
-def test_what_is_returned_does_not_read_as_a_type(path: str) -> None:
-    """The site takes words before a colon in *Returns* for the name of a type."""
-    for line in re.findall(r"^Returns:\n +(.*)$", docstrings_of(path), re.MULTILINE):
-        assert ": " not in line
+def test_a_docstring_says_which_ranks_call() -> None:
+    assert [path for path in functions() if "Ranks: " not in docstrings_of(path)] == []
 
 
 def test_the_reference_has_every_environment_variable() -> None:

@@ -91,6 +91,12 @@ class Trained:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
         return {"model": model, "optimizer": optimizer}
 
+    def state_for(self, options: StateDictOptions | None) -> State:
+        """What this rank loads of it with these options."""
+        state = self.state(options if options != FROM_FIRST else FULL)
+        is_empty = options == FROM_FIRST and dist.get_rank() > 0
+        return {"model": {}, "optimizer": {}} if is_empty else state
+
     def load(self, state: State, options: StateDictOptions | None = None) -> None:
         if options != FROM_FIRST:
             set_state_dict(
@@ -283,24 +289,11 @@ def test_whole_state_dicts_of_odd_models(world: World, kind: str, build: Any) ->
 @pytest.mark.parametrize("options", [FULL, FROM_FIRST, None], ids=["full", "broadcast", "sharded"])
 @pytest.mark.parametrize("steps", [0, 1], ids=["new", "trained"])
 def test_state_dicts_are_loaded(world: World, kind: str, options: StateDictOptions | None, steps: int) -> None:
-    trained, other = Trained(kind, steps=2), Trained(kind, seed=1, steps=steps)
-    state = trained.state(options)
-    if options == FROM_FIRST and world.rank > 0:
-        state = {"model": {}, "optimizer": {}}
-    other.load(state, options)
-    assert_same(other.state(FULL), trained.state(FULL))
-    assert other.step(range(2, 4)) == trained.step(range(2, 4))
-
-
-@ranks(2)
-@EACH_WRAPPED
-def test_a_parameter_with_two_names_comes_from_the_first_rank(world: World, kind: str) -> None:
-    trained, other = (Trained(kind, tied_transformer, seed, 2, batch=token_batch(2, 4)) for seed in (0, 1))
-    state = trained.state(FULL)
-    if world.rank > 0:
-        state = {"model": {}, "optimizer": {}}
-    other.load(state, FROM_FIRST)
-    assert_same(other.state(FULL), trained.state(FULL))
+    for model in ({}, {"build": tied_transformer, "batch": token_batch(2, 4)}):
+        trained, other = Trained(kind, steps=2, **model), Trained(kind, seed=1, steps=steps, **model)  # type: ignore[arg-type]
+        other.load(trained.state_for(options), options)
+        assert_same(other.state(FULL), trained.state(FULL))
+        assert other.step(range(2, 4)) == trained.step(range(2, 4))
 
 
 @ranks(2)
@@ -322,22 +315,13 @@ def test_a_parameter_with_names_in_two_wrapped_modules_comes_from_the_first_rank
 
 @ranks(2)
 @EACH_WRAPPED
-@pytest.mark.parametrize("options", [FULL, None], ids=["full", "sharded"])
-def test_flattened_optimizer_state_is_loaded(world: World, kind: str, options: StateDictOptions | None) -> None:
-    trained, other = Trained(kind, steps=2), Trained(kind, seed=1)
-    how = StateDictOptions(full_state_dict=options == FULL, flatten_optimizer_state_dict=True)
+@pytest.mark.parametrize(("full", "steps"), [(True, 0), (False, 0), (False, 1)])
+def test_flattened_optimizer_state_is_loaded(world: World, kind: str, full: bool, steps: int) -> None:
+    trained, other = Trained(kind, steps=2), Trained(kind, seed=1, steps=steps)
+    how = StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=True)
     state = trained.state(how)
     assert "state.blocks.0.0.weight.exp_avg" in state["optimizer"]
     other.load(state, how)
-    assert_same(other.state(FULL), trained.state(FULL))
-
-
-@ranks(2)
-@EACH_WRAPPED
-def test_flattened_optimizer_state_is_loaded_by_a_trained_optimizer(world: World, kind: str) -> None:
-    trained, other = Trained(kind, steps=2), Trained(kind, seed=1, steps=1)
-    how = StateDictOptions(flatten_optimizer_state_dict=True)
-    other.load(trained.state(how), how)
     assert_same(other.state(FULL), trained.state(FULL))
 
 
@@ -483,10 +467,7 @@ def test_from_any_front_end_to_any(world: World, options: StateDictOptions | Non
             dcp.load(state, checkpoint_id=tmp_path / str(number))
             trained.load(state)
         else:
-            state = before.state(FULL)
-            if options == FROM_FIRST and world.rank > 0:
-                state = {"model": {}, "optimizer": {}}
-            trained.load(state, options)
+            trained.load(before.state_for(options), options)
         plain.step([number])
         trained.step([number])
         assert_same(sorted_groups(trained.state(FULL)), sorted_groups(plain.state()), f"{kind}, {number}")
@@ -529,10 +510,7 @@ def test_torchs_own_go_on_working(world: World, kind: str, options: StateDictOpt
     trained, other = Trained(kind, steps=2, library=torchs), Trained(kind, seed=1, library=torchs)
     plain = sorted_groups(Trained("plain", steps=2).state())
     assert_same(sorted_groups(trained.state(FULL)), plain)
-    state = trained.state(options)
-    if options == FROM_FIRST and world.rank > 0:
-        state = {"model": {}, "optimizer": {}}
-    other.load(state, options)
+    other.load(trained.state_for(options), options)
     assert_same(sorted_groups(other.state(FULL)), plain)
 
 
@@ -592,6 +570,20 @@ def test_stages_of_pipelines(world: World, kind: str, schedule: Any) -> None:
 # -- replicas around what is sharded -----------------------------------------------------------------------------------
 
 
+def check_training(world: World, model: nn.Module, reference: nn.Module) -> None:
+    """Some steps of a model on ranks are those of the whole model on all batches."""
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, reference)]
+    for step in range(3):
+        losses = [reference(*FLOATS(10 * step + rank)).square().mean() for rank in range(world.size)]
+        loss = model(*FLOATS(10 * step + world.rank)).square().mean()
+        assert_same(loss, losses[world.rank], f"step {step}")
+        (sum(losses) / world.size).backward()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 @pytest.mark.parametrize("name", ["replicate", "replicate_with_fsdp"])
@@ -611,16 +603,7 @@ def test_replicas_around_sharded_parts(world: World, library: str, kind: str, na
             original = kind == "original"
             model.blocks[index] = fsdp.FullyShardedDataParallel(model.blocks[index], use_orig_params=original)
     replicate(model, **({} if name == "replicate" else {"mesh": mesh}))
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, reference)]
-    for step in range(4):
-        losses = [reference(*FLOATS(10 * step + rank)).square().mean() for rank in range(world.size)]
-        loss = model(*FLOATS(10 * step + world.rank)).square().mean()
-        assert_same(loss, losses[world.rank], f"step {step}")
-        (sum(losses) / world.size).backward()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    check_training(world, model, reference)
 
 
 @ranks(2)
@@ -650,15 +633,6 @@ def test_replicas_inside_of_what_is_sharded(world: World, library: str, kind: st
     else:
         model = fsdp.FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     assert [type(param) for param in model.blocks[1].parameters()] == theirs
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, reference)]
-    for step in range(3):
-        losses = [reference(*FLOATS(10 * step + rank)).square().mean() for rank in range(world.size)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            loss = model(*FLOATS(10 * step + world.rank)).square().mean()
-        assert_same(loss, losses[world.rank], f"step {step}")
-        (sum(losses) / world.size).backward()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_training(world, model, reference)

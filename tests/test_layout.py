@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src" / "fullshard"
@@ -35,6 +35,7 @@ THROUGH = {
 }
 
 
+@cache
 def modules() -> list[str]:
     """The files of the library that have code, relative to `src/fullshard`."""
     files = sorted(SOURCE.rglob("*.py"))
@@ -47,8 +48,7 @@ def mirror_of(module: str) -> Path:
     return TESTS / path.parent / f"test_{path.stem.strip('_')}.py"
 
 
-@cache
-def defined_in(module: str) -> tuple[frozenset[str], frozenset[str]]:
+def defined_in(module: str) -> tuple[set[str], set[str]]:
     """The public names at the top of a module, and those of the methods of its classes."""
     found: tuple[set[str], set[str]] = set(), set()
     body = ast.parse((SOURCE / module).read_text()).body
@@ -60,24 +60,29 @@ def defined_in(module: str) -> tuple[frozenset[str], frozenset[str]]:
             elif isinstance(node, (ast.Assign, ast.AnnAssign)):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 names |= {target.id for target in targets if isinstance(target, ast.Name)}
-    top, inner = (frozenset(name for name in names if not name.startswith("_")) for names in found)
+    top, inner = ({name for name in names if not name.startswith("_")} for names in found)
     return top, inner
 
 
-def own_names(module: str) -> set[str]:
-    """The public names that a module defines and no other: a test that has one uses the module."""
-    top, inner = defined_in(module)
-    others = [defined_in(other) for other in modules() if other != module]
-    elsewhere = {name for names in others for name in names[0]}
-    return {name for name in top if name not in elsewhere} | {
-        name for name in inner if name not in elsewhere.union(*(names[1] for names in others))
+def own_names() -> dict[str, set[str]]:
+    """The public names that each module defines and no other: a test that has one uses the module.
+
+    A name of a method is one module's own where no module has it at its top either.
+    """
+    defined = {module: defined_in(module) for module in modules()}
+    tops = Counter(name for top, _ in defined.values() for name in top)
+    inners = Counter(name for _, inner in defined.values() for name in inner)
+    return {
+        module: {name for name in top if tops[name] == 1}
+        | {name for name in inner if inners[name] == 1 and tops[name] == (name in top)}
+        for module, (top, inner) in defined.items()
     }
 
 
-def used_in(test: Path) -> tuple[set[str], set[str]]:
+def used_in(text: str) -> tuple[set[str], set[str]]:
     """The modules that a file of tests imports, as dotted names, and all names that occur in it."""
     imported, names = set[str](), set[str]()
-    for node in ast.walk(ast.parse(test.read_text())):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -90,22 +95,27 @@ def used_in(test: Path) -> tuple[set[str], set[str]]:
     return imported, names
 
 
-@pytest.mark.parametrize("module", [module for module in modules() if module not in WITHOUT])
-def test_a_module_has_a_file_of_tests_with_its_name(module: str) -> None:
-    test = mirror_of(module)
-    where = test.relative_to(TESTS.parent)
-    assert test.is_file(), f"src/fullshard/{module} has no {where}: write its tests there"
-    imported, names = used_in(test)
-    dotted = "fullshard." + module.removesuffix(".py").replace("/", ".")
-    uses = bool(own_names(module) & names) or (module in THROUGH and THROUGH[module] in test.read_text())
-    assert dotted in imported or uses, f"{where} neither imports {dotted} nor names anything that only it defines"
-    functions = [node.name for node in ast.walk(ast.parse(test.read_text())) if isinstance(node, ast.FunctionDef)]
-    assert any(name.startswith("test_") for name in functions), f"{where} has no test"
+def test_a_module_has_a_file_of_tests_with_its_name() -> None:
+    wrong, own = [], own_names()
+    for module in (each for each in modules() if each not in WITHOUT):
+        test = mirror_of(module)
+        where = test.relative_to(TESTS.parent)
+        if not test.is_file():
+            wrong.append(f"src/fullshard/{module} has no {where}: write its tests there")
+            continue
+        text = test.read_text()
+        imported, names = used_in(text)
+        dotted = "fullshard." + module.removesuffix(".py").replace("/", ".")
+        if not (dotted in imported or own[module] & names or (module in THROUGH and THROUGH[module] in text)):
+            wrong.append(f"{where} neither imports {dotted} nor names anything that only it defines")
+        if not re.search(r"^ *def test_", text, re.MULTILINE):
+            wrong.append(f"{where} has no test")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("module", WITHOUT)
-def test_what_has_no_tests_of_its_own_is_there_and_needs_none(module: str) -> None:
-    assert module in modules(), f"src/fullshard/{module} is gone: remove it from WITHOUT"
-    assert not mirror_of(module).exists(), f"src/fullshard/{module} has tests: remove it from WITHOUT"
-    defined = [node for node in ast.walk(ast.parse((SOURCE / module).read_text())) if isinstance(node, ast.ClassDef)]
-    assert not defined, f"src/fullshard/{module} has a class {defined[0].name}: test it"
+def test_what_has_no_tests_of_its_own_is_there_and_needs_none() -> None:
+    for module in WITHOUT:
+        assert module in modules(), f"src/fullshard/{module} is gone: remove it from WITHOUT"
+        assert not mirror_of(module).exists(), f"src/fullshard/{module} has tests: remove it from WITHOUT"
+        classes = re.search(r"^class ", (SOURCE / module).read_text(), re.MULTILINE)
+        assert not classes, f"src/fullshard/{module} has a class: test it"

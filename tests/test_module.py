@@ -131,11 +131,6 @@ def test_what_is_set_for_a_tree_is_set_at_its_root(world: World) -> None:
 
 
 @ranks(2)
-def test_unshard_returns_nothing_unless_asynchronous(world: World) -> None:
-    assert shard_mlp().unshard() is None
-
-
-@ranks(2)
 @pytest.mark.parametrize("recurse", [True, False])
 def test_without_gradient_sync_nothing_is_reduced(world: World, recurse: bool) -> None:
     model = shard_mlp()
@@ -211,13 +206,6 @@ def test_set_reshard_after_forward_replaces_a_smaller_mesh(world: World) -> None
     model(inputs())
     assert not recorder.take()
     assert all(group.post_forward is None for group in facts_of(model).groups)
-
-
-@ranks(1)
-@BOTH
-def test_set_reshard_after_forward_wants_a_bool(world: World, fsdp: Library) -> None:
-    with pytest.raises(ValueError, match="bool"):
-        shard_mlp(fsdp).set_reshard_after_forward(2)
 
 
 @ranks(2)
@@ -303,28 +291,6 @@ def test_is_last_backward_decides_when_reductions_are_waited_for(world: World) -
     (2 * reference(inputs()).sum()).backward()
     for parameter, expected in zip(parameters, reference.parameters(), strict=True):
         assert_close(kept(parameter.grad), expected.grad, "gradient of two backwards")
-
-
-@ranks(2)
-@BOTH
-def test_is_last_backward_of_micro_batches(world: World, fsdp: Library) -> None:
-    model, reference = shard_mlp(fsdp), seeded(MLP)
-    parameters = list(model.parameters())
-    for is_last in (False, False, True):
-        model.set_is_last_backward(is_last)
-        model(inputs()).sum().backward()
-        reference(inputs()).sum().backward()
-    for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-        assert_close(kept(parameter.grad), expected.grad, "gradient of three backwards")
-
-
-@ranks(1)
-@BOTH
-def test_prefetch_lists_refuse_other_modules(world: World, fsdp: Library) -> None:
-    model = shard_mlp(fsdp)
-    for setter in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
-        with pytest.raises(ValueError, match="Linear"):
-            setter([model.blocks[0], model.blocks[1][0]])
 
 
 @ranks(1)
@@ -468,13 +434,6 @@ def test_registering_a_method_does_nothing_on_other_modules(world: World, fsdp: 
     assert linear.extra_repr == before
 
 
-@ranks(1)
-@BOTH
-def test_registering_a_missing_method_is_refused(world: World, fsdp: Library) -> None:
-    with pytest.raises(ValueError, match="does not have a method"):
-        fsdp.register_fsdp_forward_method(shard_mlp(fsdp), "encode")
-
-
 @ranks(2)
 @BOTH
 def test_two_roots_share_their_communication_context(world: World, fsdp: Library) -> None:
@@ -498,13 +457,6 @@ def test_shared_contexts_have_the_same_lanes(world: World) -> None:
     fullshard.share_comm_ctx(stages)
     first, second = (fullshard.fully_shard.state(stage).schedule for stage in stages)
     assert first.comm is second.comm
-
-
-@ranks(1)
-@BOTH
-def test_sharing_a_context_refuses_other_modules(world: World, fsdp: Library) -> None:
-    with pytest.raises(ValueError, match="Linear"):
-        fsdp.share_comm_ctx([nn.Linear(2, 2)])
 
 
 @ranks(1)

@@ -15,11 +15,9 @@ class TestCPUOffloadPolicy:
         assert dataclasses.astuple(CPUOffloadPolicy()) == (True, True, True)
         assert dataclasses.astuple(CPUOffloadPolicy(parameters=False)) == (True, False, True)
 
-    def test_refuses_parameters_without_the_state_of_their_optimizer(self) -> None:
+    def test_refuses_parameters_without_the_state_of_their_optimizer_and_nothing(self) -> None:
         with pytest.raises(ValueError, match="without the state of their optimizer"):
             CPUOffloadPolicy(optimizer_state=False)
-
-    def test_says_what_to_use_for_no_offload(self) -> None:
         with pytest.raises(ValueError, match=r"offloads nothing: .*use OffloadPolicy\(\)"):
             CPUOffloadPolicy(parameters=False, optimizer_state=False)
 
@@ -30,23 +28,16 @@ class TestCPUOffloadPolicy:
 
 
 @pytest.mark.parametrize("make", [CPUOffloadPolicy, lambda **shares: DiskOffloadPolicy("there", **shares)])
-class TestShares:
-    def test_a_part_may_be_offloaded(self, make: Any) -> None:
-        policy = make(parameters=0.25, optimizer_state=0.5)
-        assert (policy.parameters, policy.optimizer_state) == (0.25, 0.5)
-
-    @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
-    def test_a_share_is_between_nothing_and_all(self, make: Any, share: float) -> None:
+def test_a_part_may_be_offloaded_and_is_checked(make: Any) -> None:
+    policy = make(parameters=0.25, optimizer_state=0.5)
+    assert (policy.parameters, policy.optimizer_state) == (0.25, 0.5)
+    for share in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match=r"\.optimizer_state is .*expected True, False, or a share from 0 to 1"):
             make(parameters=False, optimizer_state=share)
-
-    def test_parameters_take_their_state_along(self, make: Any) -> None:
-        with pytest.raises(ValueError, match=r"parameters=0.5, optimizer_state=0.25\) offloads parameters without"):
-            make(parameters=0.5, optimizer_state=0.25)
-
-    def test_what_offloads_nothing_is_refused(self, make: Any) -> None:
-        with pytest.raises(ValueError, match=r"offloads nothing: .*use OffloadPolicy\(\)"):
-            make(parameters=0.0, optimizer_state=0)
+    with pytest.raises(ValueError, match=r"parameters=0.5, optimizer_state=0.25\) offloads parameters without"):
+        make(parameters=0.5, optimizer_state=0.25)
+    with pytest.raises(ValueError, match=r"offloads nothing: .*use OffloadPolicy\(\)"):
+        make(parameters=0.0, optimizer_state=0)
 
 
 class TestDiskOffloadPolicy:

@@ -130,21 +130,15 @@ class TestMixedPrecisionPolicy:
     DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 
     @pytest.mark.parametrize("field", DTYPE_FIELDS)
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, None])
-    def test_takes_floating_point_dtypes_and_none(self, field: str, dtype: torch.dtype | None) -> None:
-        assert getattr(MixedPrecisionPolicy(**{field: dtype}), field) is dtype
-
-    @pytest.mark.parametrize("field", DTYPE_FIELDS)
-    @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
-    def test_refuses_other_dtypes_by_field_name(self, field: str, dtype: torch.dtype) -> None:
-        with pytest.raises(ValueError, match=rf"{field} is {dtype}, which is not floating-point"):
-            MixedPrecisionPolicy(**{field: dtype})
-
-    @pytest.mark.parametrize("field", DTYPE_FIELDS)
-    @pytest.mark.parametrize("value", ["bfloat16", float, 16, False])
-    def test_refuses_what_is_no_dtype_by_field_name(self, field: str, value: Any) -> None:
-        with pytest.raises(TypeError, match=rf"MixedPrecisionPolicy\.{field} is .*expected a floating-point"):
-            MixedPrecisionPolicy(**{field: value})
+    def test_takes_floating_point_dtypes_and_refuses_others_by_field_name(self, field: str) -> None:
+        for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, None):
+            assert getattr(MixedPrecisionPolicy(**{field: dtype}), field) is dtype
+        for other in (torch.int8, torch.bool, torch.complex64):
+            with pytest.raises(ValueError, match=rf"{field} is {other}, which is not floating-point"):
+                MixedPrecisionPolicy(**{field: other})
+        for value in ("bfloat16", float, 16, False):
+            with pytest.raises(TypeError, match=rf"MixedPrecisionPolicy\.{field} is .*expected a floating-point"):
+                MixedPrecisionPolicy(**{field: value})
 
     def test_refuses_a_dtype_where_a_switch_belongs(self) -> None:
         with pytest.raises(TypeError, match="cast_forward_inputs"):
@@ -159,20 +153,16 @@ class TestDataParallelMeshDims:
             for cls in {DataParallelMeshDims, TORCHS_DIMS}:
                 assert (cls(*dims).shard_names, cls(*dims).replicate_names) == expected
 
-    @pytest.mark.parametrize("dims", [(None, None), ((), None), (None, ())])
-    def test_refuses_to_name_nothing(self, dims: tuple[Any, Any]) -> None:
-        with pytest.raises(ValueError, match="names no dimension"):
-            DataParallelMeshDims(*dims)
-
-    @pytest.mark.parametrize("dims", [("dp", "dp"), (("dp", "dp"), None), (("dp", "cp"), ("cp",))])
-    def test_refuses_to_name_a_dimension_twice(self, dims: tuple[Any, Any]) -> None:
-        with pytest.raises(ValueError, match="names a dimension twice"):
-            DataParallelMeshDims(*dims)
-
-    @pytest.mark.parametrize("names", [0, ("dp", 1)])
-    def test_refuses_what_is_no_name(self, names: Any) -> None:
-        with pytest.raises(TypeError, match=r"DataParallelMeshDims\.shard is"):
-            DataParallelMeshDims(shard=names)
+    def test_refuses_to_name_nothing_or_a_dimension_twice_and_what_is_no_name(self) -> None:
+        for dims in ((None, None), ((), None), (None, ())):
+            with pytest.raises(ValueError, match="names no dimension"):
+                DataParallelMeshDims(*dims)
+        for twice in (("dp", "dp"), (("dp", "dp"), None), (("dp", "cp"), ("cp",))):
+            with pytest.raises(ValueError, match="names a dimension twice"):
+                DataParallelMeshDims(*twice)
+        for names in (0, ("dp", 1)):
+            with pytest.raises(TypeError, match=r"DataParallelMeshDims\.shard is"):
+                DataParallelMeshDims(shard=names)
 
 
 class TestShardPlacementResult:
@@ -184,24 +174,20 @@ class TestShardPlacementResult:
         line = mesh_2d["shard"]
         assert ShardPlacementResult(None, line).device_mesh is line
 
-    def test_refuses_a_2d_mesh_without_names(self, world: None) -> None:
+    def test_refuses_meshes_that_cannot_shard_and_what_is_no_shard_or_mesh(self, world: None) -> None:
         with pytest.raises(ValueError, match="two dimensions without names"):
             ShardPlacementResult(None, init_device_mesh("cpu", (2, 4)))
-
-    def test_refuses_a_3d_mesh(self, world: None) -> None:
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
         with pytest.raises(ValueError, match="3 dimensions; expected 1"):
-            ShardPlacementResult(None, mesh)
-
-    @pytest.mark.parametrize("placement", [0, Replicate(), "shard"])
-    def test_refuses_what_is_no_shard(self, placement: Any) -> None:
-        with pytest.raises(TypeError, match=r"ShardPlacementResult\.placement is"):
-            ShardPlacementResult(placement)
-
-    @pytest.mark.parametrize("mesh", [8, SimpleNamespace(mesh=3, shard_mesh_dim=0)])
-    def test_refuses_what_is_no_mesh(self, mesh: Any) -> None:
-        with pytest.raises(TypeError, match=r"ShardPlacementResult\.mesh is"):
-            ShardPlacementResult(None, mesh)
+            ShardPlacementResult(None, init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp")))
+        info = SimpleNamespace(mesh=init_device_mesh("cpu", (2, 2, 2)), shard_mesh_dim=1, replicate_mesh_dim=0)
+        with pytest.raises(ValueError, match="no names to slice it by"):
+            ShardPlacementResult(None, info)
+        for placement in (0, Replicate(), "shard"):
+            with pytest.raises(TypeError, match=r"ShardPlacementResult\.placement is"):
+                ShardPlacementResult(placement)  # type: ignore[arg-type]
+        for mesh in (8, SimpleNamespace(mesh=3, shard_mesh_dim=0)):
+            with pytest.raises(TypeError, match=r"ShardPlacementResult\.mesh is"):
+                ShardPlacementResult(None, mesh)  # type: ignore[arg-type]
 
     def test_takes_torchs_mesh_infos(self, mesh_2d: DeviceMesh) -> None:
         line = mesh_2d["shard"]
@@ -240,25 +226,17 @@ class TestShardPlacementResult:
         with pytest.raises(ValueError, match=message):
             ShardPlacementResult(None, SimpleNamespace(mesh=mesh_2d, **dims))
 
-    def test_refuses_two_dimensions_of_a_larger_mesh_without_names(self, world: None) -> None:
-        info = SimpleNamespace(mesh=init_device_mesh("cpu", (2, 2, 2)), shard_mesh_dim=1, replicate_mesh_dim=0)
-        with pytest.raises(ValueError, match="no names to slice it by"):
-            ShardPlacementResult(None, info)
-
 
 class TestTorchsOwnObjects:
-    @pytest.mark.parametrize(
-        ("convert", "ours"),
-        [
+    def test_ours_is_returned_itself(self) -> None:
+        for convert, ours in (
             (as_mixed_precision_policy, MixedPrecisionPolicy(torch.bfloat16)),
             (as_offload_policy, OffloadPolicy()),
             (as_offload_policy, CPUOffloadPolicy()),
             (as_mesh_dims, DataParallelMeshDims("dp")),
             (policies.as_shard_placement, ShardPlacementResult(Shard(1))),
-        ],
-    )
-    def test_ours_is_returned_itself(self, convert: Any, ours: Any) -> None:
-        assert convert(ours) is ours
+        ):
+            assert convert(ours) is ours
 
     def test_become_ours_with_the_same_values(self) -> None:
         theirs = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float16, False)
@@ -297,20 +275,17 @@ class TestTorchsOwnObjects:
         with pytest.raises(ValueError, match=r"reduce_dtype is torch\.int32"):
             as_mixed_precision_policy(torch_fsdp.MixedPrecisionPolicy(reduce_dtype=torch.int32))
 
-    @pytest.mark.parametrize(
-        ("convert", "argument", "expected"),
-        [
+    def test_anything_else_is_refused_by_what_was_found(self) -> None:
+        for convert, argument, expected in (
             (as_mixed_precision_policy, "mp_policy", "MixedPrecisionPolicy"),
             (as_offload_policy, "offload_policy", "OffloadPolicy"),
             (as_mesh_dims, "dp_mesh_dims", "DataParallelMeshDims"),
             (policies.as_shard_placement, "shard_placement_fn", "ShardPlacementResult"),
-        ],
-    )
-    def test_anything_else_is_refused_by_what_was_found(self, convert: Any, argument: str, expected: str) -> None:
-        with pytest.raises(TypeError, match=rf"{argument} .*torch.bfloat16.*expected .*{expected}"):
-            convert(torch.bfloat16)
-        with pytest.raises(TypeError, match=rf"the class {expected} itself"):
-            convert(getattr(fullshard, expected))
+        ):
+            with pytest.raises(TypeError, match=rf"{argument} .*torch.bfloat16.*expected .*{expected}"):
+                convert(torch.bfloat16)
+            with pytest.raises(TypeError, match=rf"the class {expected} itself"):
+                convert(getattr(fullshard, expected))
 
     def test_the_wrappers_settings_are_not_taken_for_these(self) -> None:
         with pytest.raises(TypeError, match="MixedPrecision"):

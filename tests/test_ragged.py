@@ -276,7 +276,10 @@ def load_state(world: World, folder: Path, rows: int | None) -> tuple[list[Tenso
     return found, wholes(other.parameters())
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, 3), (3, None), (3, 0), (0, None)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(None, 3), (3, 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, None), (0, None)))],
+)
 def test_checkpoints_are_loaded_by_other_numbers_of_ranks(
     rank_pool: RankPool, tmp_path: Path, before: int | None, after: int | None
 ) -> None:

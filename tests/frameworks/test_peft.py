@@ -11,7 +11,7 @@ from tests.frameworks.run import needs, row
 needs("transformers", "peft")
 
 
-@pytest.mark.parametrize("case", ["fully_shard", "wrapped"])
+@pytest.mark.parametrize("case", ["wrapped", pytest.param("fully_shard", marks=pytest.mark.slow)])
 def test_trains_saves_adapters_and_resumes(tmp_path: Path, case: str) -> None:
     row("peft", tmp_path, case)
 

@@ -56,6 +56,7 @@ def test_a_step_takes_as_long_as_its_collectives(tmp_path: Path, capfd: pytest.C
         assert bool(found["waits"]) == (library == "fullshard")
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_too_early_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert rehearse(tmp_path, "3") == 1
     assert "ended after 3 steps of its first optimizer" in capfd.readouterr().err

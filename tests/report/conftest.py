@@ -1,16 +1,35 @@
-"""Plans and explanations look for tensors that a program keeps. In a process of tests that is far more than in one of
-users: only what the tests themselves hold is searched here."""
+"""Snapshots that these tests take leave out what a test run imports."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from fullshard.report import snapshot
 
+_WHOLE = snapshot._SKIPPED, snapshot._is_skipped
 
-@pytest.fixture(autouse=True)
-def only_tests_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    packages = {name.partition(".")[0] for name in sys.modules} - {"tests", "__main__"}
-    monkeypatch.setattr(snapshot, "_SKIPPED", snapshot._SKIPPED | packages)
+
+def _is_skipped(value: Any) -> bool:
+    name = str(vars(value).get("__name__")) if issubclass(type(value), ModuleType) else ""
+    return (name.startswith("tests.") and not name.startswith("tests.report.")) or _WHOLE[1](value)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def small_snapshots() -> Iterator[None]:
+    """All modules of all tests, and pytest's own, are 400,000 objects: a walk over them takes seconds."""
+    imported = {name.partition(".")[0] for name in sys.modules} - {"__main__", "tests"}
+    with mock.patch.multiple(snapshot, _SKIPPED=_WHOLE[0] | imported, _is_skipped=_is_skipped):
+        yield
+
+
+@pytest.fixture
+def whole_snapshots(small_snapshots: None) -> Iterator[None]:
+    """A snapshot of all that the process has imported, as users have it."""
+    with mock.patch.multiple(snapshot, _SKIPPED=_WHOLE[0], _is_skipped=_WHOLE[1]):
+        yield

@@ -13,26 +13,13 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from fullshard.report import chrome_trace, page
-from fullshard.report.rank_trace import Span, tracks
+from fullshard.report.rank_trace import Span
 from tests.report.cases import MS, by_hand
 
 
 def overlapping() -> list[Span]:
     times = [(0, 100), (10, 40), (20, 30), (35, 60), (50, 120), (100, 130), (130, 130)]
     return [Span("gather", "gather", str(i), "forward", 0, a * MS, b * MS) for i, (a, b) in enumerate(times)]
-
-
-def test_spans_of_a_track_are_nested_or_apart() -> None:
-    found = tracks(overlapping())
-    assert len(found) == len(overlapping())
-    for track, one in found:
-        for other in (span for number, span in found if number == track and span is not one):
-            apart = one.end <= other.start or other.end <= one.start
-            nested = (one.start <= other.start and other.end <= one.end) or (
-                other.start <= one.start and one.end <= other.end
-            )
-            assert apart or nested, f"{one} and {other} overlap on track {track}"
-    assert {track for track, _ in found} == {0, 1, 2}
 
 
 def test_a_trace_has_the_structure_that_viewers_read() -> None:

@@ -93,25 +93,8 @@ def test_numbers_for_an_estimate_add_one(program: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--bandwidth", "1e9"], "an estimate needs --peak-flops and --tokens too"),
-        (["--rank", "4"], "--rank 4 is not one of 4 ranks, which are 0 to 3"),
-        (["--rank", "-1"], "--rank -1 is not one of 4 ranks"),
-    ],
-)
-def test_wrong_use_ends_with_2_and_says_what_is_wrong(
-    program: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
-) -> None:
-    assert explain(f"{program}:build", "--ranks", "4", *arguments) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith(f"fullshard explain: {says}")
-
-
-@pytest.mark.parametrize(
     ("picture", "says"),
-    [("no/such/directory.svg", "cannot be drawn"), ("groups.xyz", "cannot be drawn"),
+    [("no/such/directory.svg", "cannot be drawn"), ("groups.xyz", "cannot be drawn: Format 'xyz'"),
      ("groups.svg", "is not drawn: it needs matplotlib: pip install 'fullshard[report]'")],
 )  # fmt: skip
 def test_a_picture_that_cannot_be_drawn_does_not_keep_the_explanation(

@@ -30,11 +30,6 @@ def test_a_shard_is_kept_in_the_dtype_of_the_parameters_alone(options: dict[str,
     assert found.memory[0].parts[0] == ("shards", 1, group.shard)
 
 
-def test_one_rank_gathers_from_nobody() -> None:
-    assert linear(ranks=1).traffic == ()
-    assert [each.kind for each in linear(ranks=2).traffic] == ["gather in forward", "reduce"]
-
-
 def test_advice_on_padding_names_the_group_that_has_most_of_it() -> None:
     def build() -> nn.Module:
         model = nn.Sequential(*(nn.Linear(2**18, rows, bias=False) for rows in (9, 17, 11)))

@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fullshard.report.findings import findings, waited
-from fullshard.report.rank_trace import RankTrace, own_work, shares
+from fullshard.report.rank_trace import RankTrace
 from tests.report.cases import MS, by_hand
-
-
-def test_the_shares_of_a_step_add_up_to_it() -> None:
-    of = shares(by_hand(0))
-    assert of.step == 100 * MS
-    assert (of.computing, of.waiting, of.copying) == (30 * MS, 50 * MS, 0)
-    assert (of.optimizer, of.outside) == (10 * MS, 10 * MS)
 
 
 def test_waits_are_for_the_last_rank_and_then_for_the_bytes() -> None:
@@ -49,15 +42,6 @@ def test_ranks_that_wait_for_each_other_in_turns_are_told_of() -> None:
     assert (first.kind, first.share) == ("balance", pytest.approx(0.2))
     assert "No rank stands out" in first.text
     assert "20 ms of a step of 100 ms" in first.text
-
-
-def test_own_work_leaves_out_what_is_nested_and_waited_for() -> None:
-    rank = by_hand(0, steps=1)
-    outer = rank.spans[0]._replace(lane="computation", group="root")
-    rank.spans.append(outer)
-    works = {(work.what, work.group): work.length for work in own_work(rank)}
-    assert works["forward", "root"] == 0  # 80 ms, of which 20 and 10 are units inside and 50 a wait
-    assert works["forward", "b"] == 20 * MS
 
 
 def test_a_trace_without_a_whole_step_says_so() -> None:

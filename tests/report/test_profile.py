@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import fullshard
 from fullshard.comm.waits import WAITS, Waits
 from fullshard.report.rank_trace import Span, shares
+from fullshard.report.recorder import RUNNING
 from fullshard.schedule.unit import unit_of
 from tests.fully_shard.cases import groups_of, inputs
 from tests.harness import World, ranks
@@ -89,12 +90,18 @@ def test_nothing_is_left_of_a_trace(world: World) -> None:
     lanes = schedule.comm.lanes
     looked_at += [lanes.gather, lanes.reduce, lanes.all_reduce]
     before = [dict(vars(each)) for each in looked_at]
+    hooks = [len(module._forward_hooks) for module in model.modules()]
     with fullshard.profile(model, steps=5) as trace:
         train(1)
         assert type(WAITS) is not Waits
         assert "run" in vars(lanes.gather)
+        assert schedule in RUNNING
     assert not trace.is_running
+    trace.stop()
     assert [set(vars(each)) for each in looked_at] == [set(each) for each in before]
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    assert schedule.log.listeners == []
+    assert schedule not in RUNNING
     assert type(WAITS) is Waits
     assert list(trace.ranks[0].steps()) == [0]
 

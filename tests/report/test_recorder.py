@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fullshard.report import recorder as recorders
 from fullshard.report.recorder import Recorder
 from fullshard.schedule.unit import schedule_of
 from tests.fully_shard.cases import inputs
@@ -45,24 +44,6 @@ def test_a_unit_that_runs_twice_has_numbers(world: World) -> None:
     trace = recorder.finish()
     forwards = [span for span in trace.of("computation") if (span.what, span.group) == ("forward", "blocks.0")]
     assert [span.number for span in forwards] == [0, 1]
-
-
-@ranks(2, transport="p2p")
-def test_after_it_stopped_nothing_is_overridden(world: World) -> None:
-    model = sharded()
-    schedule = schedule_of(model, "a test")
-    owners = [schedule, schedule.passes, *schedule.units, *schedule.groups()[0].comm.lanes]  # type: ignore[index]
-    before = [set(vars(owner)) for owner in owners]
-    hooks = [len(module._forward_hooks) for module in model.modules()]
-    recorder = Recorder(schedule, model, steps=1, first_step=0)
-    assert schedule in recorders.RUNNING
-    assert [set(vars(owner)) for owner in owners] != before
-    recorder.stop()
-    recorder.stop()
-    assert schedule not in recorders.RUNNING
-    assert [set(vars(owner)) for owner in owners] == before
-    assert [len(module._forward_hooks) for module in model.modules()] == hooks
-    assert schedule.log.listeners == []
 
 
 @ranks(2, transport="p2p")

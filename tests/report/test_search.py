@@ -201,7 +201,8 @@ WEIGHTS = torch.ones(4)
 
 def build() -> tuple[nn.Module, torch.Tensor]:
     assert WEIGHTS.tolist() == [1.0] * 4
-    return WORK.build(), WORK.batch(0, 0)
+    work = Work("small", blocks=2, width=16, sequence=8, vocabulary=16)
+    return work.build(), work.batch(0, 0)
 
 
 @pytest.mark.parametrize("count", [0, 1.5, "2", True])
