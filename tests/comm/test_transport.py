@@ -69,8 +69,7 @@ def make(transport_name: str, process_group: dist.ProcessGroup | None = None) ->
         shared = ShmTransport.among(process_group or group(), PointToPointTransport())
         assert isinstance(shared, ShmTransport), shared
         return shared
-    transport: Transport = TRANSPORTS[transport_name]()
-    return transport
+    return TRANSPORTS[transport_name]()
 
 
 def mixed(*shapes: Shapes) -> tuple[Section, ...]:

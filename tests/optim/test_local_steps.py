@@ -491,8 +491,7 @@ def test_steps_that_nobody_counts_are_refused(world: World) -> None:
 
 def seeded_state(world: World) -> dict[str, Any]:
     """The state dict of a model that is sharded anew."""
-    state: dict[str, Any] = shard_mlp(mesh=mesh_of(world)).state_dict()
-    return state
+    return shard_mlp(mesh=mesh_of(world)).state_dict()
 
 
 @ranks(2)

@@ -35,8 +35,7 @@ class Recurrent(nn.Module):
         self.last = nn.Linear(options.get("proj_size", WIDTH), 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.cell(x)[0])
-        return out
+        return self.last(self.cell(x)[0])
 
 
 class Keeps(nn.Module):

@@ -118,8 +118,7 @@ class Mixed(nn.Module):
         self.high = nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.high(self.low(x.bfloat16()).float())
-        return output
+        return self.high(self.low(x.bfloat16()).float())
 
 
 @ranks(4)

@@ -42,8 +42,7 @@ class Reads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.linear(x, self.read.weight, self.read.bias).tanh()
-        out: Tensor = self.run(x) + F.linear(x, self.run.weight)
-        return out
+        return self.run(x) + F.linear(x, self.run.weight)
 
 
 class Blocks(nn.Module):
@@ -52,8 +51,7 @@ class Blocks(nn.Module):
         self.blocks = nn.Sequential(kind(), kind())
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.blocks(x)
-        return out
+        return self.blocks(x)
 
 
 @ranks(2, 3)

@@ -39,8 +39,7 @@ class Plain(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
 
     def compute(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.tanh(self.up(x)))
-        return out
+        return x + self.down(torch.tanh(self.up(x)))
 
     def forward(self, x: Any) -> Any:
         return self.compute(x)
@@ -145,8 +144,7 @@ class Tokens(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.relu(self.block(x + self.embedding(torch.arange(len(x)) % 3))))
-        return y
+        return self.head(self.relu(self.block(x + self.embedding(torch.arange(len(x)) % 3))))
 
 
 def penalty_of_inputs(model: Any, x: Tensor) -> Tensor:

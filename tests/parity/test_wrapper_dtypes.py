@@ -28,8 +28,7 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.narrow(self.before(x).float()) * self.factor)
-        out: Tensor = x + self.after(y.double() @ self.turn)
-        return out
+        return x + self.after(y.double() @ self.turn)
 
 
 class Model(nn.Module):

@@ -115,12 +115,11 @@ def clip_to(max_norm: float, norm_type: float) -> Callable[[Any], Tensor]:
     """Clip the gradients of a wrapped model, or of a plain one, and return the norm."""
 
     def clip(model: Any) -> Tensor:
-        norm: Tensor = (
+        return (
             model.clip_grad_norm_(max_norm, norm_type)
             if hasattr(model, "clip_grad_norm_")
             else nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
         )
-        return norm
 
     return clip
 
@@ -236,8 +235,7 @@ def test_the_hooks_that_communicate_as_usual(world: World, strategy: str, origin
 
 @ranks(2, transport="shm")
 @pytest.mark.parametrize(
-    ("strategy", "dtype"),
-    [*((strategy, torch.bfloat16) for strategy in STRATEGIES), ("FULL_SHARD", torch.float16)],
+    ("strategy", "dtype"), [*((strategy, torch.bfloat16) for strategy in STRATEGIES), ("FULL_SHARD", torch.float16)]
 )
 @ORIGINAL
 def test_the_hooks_that_compress(world: World, strategy: str, original: bool, dtype: torch.dtype) -> None:

@@ -110,8 +110,7 @@ def test_the_wrapped_module_is_found_behind_a_checkpoint(world: World) -> None:
 def test_tensors_deep_in_outputs_that_are_dataclasses(world: World, strategy: str, original: bool) -> None:
     def loss(call: Call, batch: Batch) -> Tensor:
         output = call(*batch)
-        total: Tensor = output.main.square().mean() + sum(x.mean() for x in output.others["all"])
-        return total
+        return output.main.square().mean() + sum(x.mean() for x in output.others["all"])
 
     shard = wrap_blocks(strategy=strategy, original=original)
     compare(world, training(shard, build=lambda: seeded(NestedOutputs), loss=loss))
@@ -146,8 +145,7 @@ def test_tensors_in_containers_of_which_some_are_used(world: World, strategy: st
     def loss(call: Call, batch: Batch) -> Tensor:
         main, others = call(*batch)
         rest = sum(x.square().mean() for several in others["rest"] for x in several)
-        total: Tensor = {"all": main.mean() + rest, "main": main.square().mean(), "rest": rest}[used]
-        return total
+        return {"all": main.mean() + rest, "main": main.square().mean(), "rest": rest}[used]
 
     unused = {"all": (), "main": ("blocks.1.gate",), "rest": ("blocks.1.main",)}[used]
     case = training(

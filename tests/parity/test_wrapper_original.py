@@ -328,8 +328,7 @@ def test_two_forwards_before_one_backward(world: World, units: Any, strategy: st
     def loss(call: Call, batch: Batch) -> Tensor:
         (x,) = batch
         first, second = call(x), call(0.5 * x)
-        both: Tensor = (first * second).mean()
-        return both
+        return (first * second).mean()
 
     compare(world, training(units(strategy=strategy), loss=loss))
 

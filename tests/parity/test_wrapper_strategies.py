@@ -12,15 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.harness import World, everywhere, ranks
-from tests.harness.compare import (
-    Precision,
-    adamw,
-    compare,
-    first_difference,
-    sgd,
-    train_sharded,
-    train_unsharded,
-)
+from tests.harness.compare import Precision, adamw, compare, first_difference, sgd, train_sharded, train_unsharded
 from tests.harness.models import Transformer, seeded, token_batch
 from tests.harness.wrapper import (
     EACH_WRAPPER,

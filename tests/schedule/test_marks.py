@@ -24,8 +24,7 @@ from tests.harness.wrapper import wrap_blocks
 
 def total(model: Any, x: Tensor) -> Tensor:
     """A loss of one number."""
-    loss: Tensor = model(x).square().sum()
-    return loss
+    return model(x).square().sum()
 
 
 def vector_jacobian(model: Any, x: Tensor) -> Any:
@@ -89,8 +88,7 @@ class Forces(nn.Module):
         return torch.sin(self.blocks[1](torch.tanh(self.blocks[0](x)))).sum()
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.of(self.energy, x))
-        return result
+        return self.head(self.of(self.energy, x))
 
 
 def by_autograd(energy: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -101,8 +99,7 @@ def by_autograd(energy: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def by_transforms(energy: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The same by transforms."""
-    result: Tensor = vmap(grad(energy))(x)
-    return result
+    return vmap(grad(energy))(x)
 
 
 @ranks(2)
@@ -183,8 +180,7 @@ class WritesOutput(nn.Module):
         x = self.blocks[0](x)
         same, y = self.blocks[1](x)
         same += self.scale
-        result: Tensor = x + y
-        return result
+        return x + y
 
 
 @ranks(2)

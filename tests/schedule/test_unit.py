@@ -110,8 +110,7 @@ class Packing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         unpack = UNPACK[self.kind]
-        result: Tensor = unpack(self.blocks[1](unpack(self.blocks[0](x))))
-        return result
+        return unpack(self.blocks[1](unpack(self.blocks[0](x))))
 
 
 class PackingBlock(nn.Linear):
@@ -283,8 +282,7 @@ def test_inputs_in_keyword_arguments_and_containers(world: World, fsdp: Library)
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.first(x)
-            result: Tensor = self.second({"x": y}, b=[y.exp()])
-            return result
+            return self.second({"x": y}, b=[y.exp()])
 
     model, reference = seeded(Outer), seeded(Outer)
     for module in (model.first, model.second, model):
