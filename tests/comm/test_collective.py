@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fullshard import torch_private
 from fullshard.buffer.plan import LayoutName
 from fullshard.buffer.slots import SHARED
-from fullshard.comm import backend_memory, collective
+from fullshard.comm import collective
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.transport import Reduction
 from fullshard.device import Streams
@@ -35,7 +35,6 @@ from tests.comm.cases import (
     reduce,
     transfers_of,
 )
-from tests.fully_shard.cases import EXCHANGED
 from tests.harness import World, fake_world, ranks
 
 SIZES = [1, 2, 3, 5, 64, 1024]
@@ -46,8 +45,6 @@ each_layout = pytest.mark.parametrize("layout", ["even", "flat", "ragged"])
 
 
 class OwnMemory:
-    """Allocates, and remembers what."""
-
     def __init__(self) -> None:
         self.allocated: list[torch.Tensor] = []
 
@@ -272,15 +269,6 @@ def test_the_number_of_copies_does_not_depend_on_the_number_of_ranks(monkeypatch
     assert counts[0] == counts[1] <= 6
 
 
-@pytest.mark.parametrize("size", [2, 4, 1024])
-def test_equal_parameters_are_copied_together(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("even", (Section(torch.float32, (*[((1024,), 0)] * 32, ((2048,), 0), *[((1024,), 0)] * 3)),))
-    recorder = Recorder(monkeypatch)
-    with fake_world(size):
-        gather(CollectiveTransport(), transfers_of(case, size), dist.group.WORLD, 0).finish()
-    assert recorder.copies == 3
-
-
 def test_buffers_come_from_the_users_all_gather() -> None:
     comm = SimulatedGather(Case("even", ()))
     memory = CollectiveTransport(all_gather=comm).allocate(96, CPU)
@@ -311,20 +299,6 @@ def test_sums_with_ever_new_factors_keep_nothing_for_ever() -> None:
             before = sys.getrefcount(op)
             torch_private.reduce_scatter_over(dist.group.WORLD, op, async_op=True)[0](torch.zeros(1), torch.zeros(2))
             assert sys.getrefcount(op) == before
-
-
-@EXCHANGED
-@ranks(2)
-def test_symmetric_memory_is_made_by_nccl_and_known_to_all_ranks_whenever_it_is_used(world: World) -> None:
-    """An address may be another piece's next time, and a rendezvous takes all ranks: torch remembers, not the route."""
-    symm_mem = mock.Mock()
-    with mock.patch.object(backend_memory, "symm_mem", symm_mem):
-        memory = backend_memory.symmetric_memory(dist.group.WORLD)
-        symm_mem.set_backend.assert_called_once_with("NCCL")
-        output, source = torch.empty(4), torch.empty(2)
-        for _ in range(2):
-            memory.call(lambda *_: None, output, source)
-    assert [call.args[0].numel() for call in symm_mem.rendezvous.call_args_list] == [4, 2] * 2
 
 
 def test_the_streams_of_communication_have_a_high_priority() -> None:

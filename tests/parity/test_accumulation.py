@@ -14,15 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard.group import gradients
 from tests.harness import World, ranks
-from tests.harness.compare import (
-    Precision,
-    ShardFunction,
-    Training,
-    compare,
-    each_block,
-    mean_square,
-    whole,
-)
+from tests.harness.compare import Precision, ShardFunction, Training, compare, each_block, mean_square, whole
 from tests.harness.models import MLP, Branches, Transformer, random_batch, seeded, token_batch
 
 LAST = 2
@@ -30,7 +22,6 @@ LAST = 2
 
 
 def micro_batches(shard: ShardFunction, **changes: Any) -> Training:
-    """Training of the MLP with three micro-batches in each step."""
     defaults: dict[str, Any] = {
         "build": lambda: seeded(MLP),
         "shard": shard,
@@ -51,9 +42,7 @@ SET_UPS: dict[str, Callable[[Any, int], object]] = {
     "the last": lambda model, micro: model.set_requires_gradient_sync(micro == LAST),
     "all but one": lambda model, micro: model.set_requires_gradient_sync(micro != 1),
     "the last, kept": kept_until_the_last,
-    "a block, the last": lambda model, micro: model.blocks[1].set_requires_gradient_sync(
-        micro == LAST, recurse=False
-    ),
+    "a block, the last": lambda model, micro: model.blocks[1].set_requires_gradient_sync(micro == LAST, recurse=False),
 }
 
 

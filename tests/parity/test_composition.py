@@ -38,7 +38,6 @@ def test_sharded_blocks_inside_checkpoints(
 
 
 def wrapped(module: nn.Module, checkpointing: Checkpointing) -> nn.Module:
-    """A module that recomputes its activations."""
     kinds = {"reentrant": CheckpointImpl.REENTRANT, "non-reentrant": CheckpointImpl.NO_REENTRANT}
     return checkpoint_wrapper(module, checkpoint_impl=kinds[checkpointing])
 

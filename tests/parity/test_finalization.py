@@ -29,7 +29,6 @@ MICRO = 3
 
 
 def finalize(model: Any, async_op: bool) -> None:
-    """End a step of a sharded model; the unsharded one has nothing to end."""
     if hasattr(model, "finalize_backward"):
         model.set_requires_gradient_sync(True)
         handle = model.finalize_backward(async_op=async_op)

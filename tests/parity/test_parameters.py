@@ -44,7 +44,6 @@ def tied(shard: ShardFunction, **changes: Any) -> Training:
 
 
 def embedding_and_head_apart(fsdp: ModuleType, model: Any, **options: Any) -> None:
-    """The embedding and the head each get a group, as do the blocks."""
     for module in (model.tokens, *model.blocks, [model.norm, model.head], model):
         fsdp.fully_shard(module, **options)
 
@@ -67,7 +66,6 @@ class TiedToTheRoot(nn.Module):
 
 
 def tied_blocks() -> MLP:
-    """An MLP of which two blocks have the same weight and separate biases."""
     model: Any = MLP((5, 5, 5, 3))
     model.blocks[1][0].weight = model.blocks[0][0].weight
     return model
@@ -121,8 +119,6 @@ def columns(parameter: nn.Parameter, dim: int = 1) -> Shard | None:
 
 
 class Convolutions(nn.Module):
-    """Two convolutions, whose weights have four dims to shard on."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Conv2d(2, 4, 3), nn.Conv2d(4, 6, (4, 3))])

@@ -40,7 +40,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def training_with(precision: Precision, **changes: Any) -> Training:
-    """Training of the MLP with one policy for all groups."""
     defaults: dict[str, Any] = {
         "build": lambda: seeded(MLP),
         "shard": each_block(precision=precision),
@@ -101,8 +100,6 @@ def test_output_dtype(world: World, output_dtype: torch.dtype) -> None:
 
 
 class CastsItself(MLP):
-    """An MLP that casts its input, and notes the dtype in which it arrived."""
-
     seen: torch.dtype | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -211,8 +208,6 @@ def test_large_gradients_in_fp16(world: World, shards: int) -> None:
 
 
 class Spectral(nn.Module):
-    """A filter with complex weights between real layers."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         real = torch.float64 if dtype == torch.complex128 else torch.float32

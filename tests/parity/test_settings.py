@@ -81,7 +81,6 @@ def test_some_parameters_over_another_mesh(world: World, param_dtype: torch.dtyp
 
 
 def distribute(model: nn.Module, mesh: DeviceMesh, batch: list[Any]) -> None:
-    """Put all parameters on a full mesh, replicated, and let the model take and return local tensors."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             everywhere = distribute_tensor(parameter.detach(), mesh, [Replicate()] * mesh.ndim)

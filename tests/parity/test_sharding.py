@@ -116,7 +116,6 @@ def two_forwards(call: Call, batch: Batch) -> Tensor:
 
 
 def evaluate(model: nn.Module) -> Tensor:
-    """The output of a model for a batch that is not trained on."""
     model.eval()
     with torch.no_grad():
         output: Tensor = model(*random_batch(2, 6)(99))
@@ -136,8 +135,6 @@ def infer(model: nn.Module, micro: int) -> None:
 
 
 class SharedBlock(MLP):
-    """An MLP that runs one of its blocks twice."""
-
     def forward(self, x: Tensor) -> Tensor:
         for index in [0, 1, 2, 2, 3]:
             x = self.blocks[index](x)
@@ -145,8 +142,6 @@ class SharedBlock(MLP):
 
 
 class TwoEntrances(MLP):
-    """A model with a second method that is used like forward."""
-
     def first_half(self, x: Tensor) -> Tensor:
         for block in self.blocks[:2]:
             x = block(x)

@@ -39,7 +39,6 @@ def options_of(world: World, stage: str) -> dict[str, Any]:
 
 
 def check(world: World, stage: str, options: dict[str, Any] | None = None, **changes: Any) -> None:
-    """Train the MLP in a stage."""
     options = {**options_of(world, stage), **(options or {})}
     shard = each_block(precision=changes.get("precision"), **options)
     defaults: dict[str, Any] = {"build": lambda: seeded(MLP), "shard": shard, "batch": random_batch(4, 6)}

@@ -33,7 +33,7 @@ from tests.harness.compare import (
     each_block,
     train_sharded,
 )
-from tests.harness.models import MLP, Branches, OddParameters, Transformer, random_batch, seeded, token_batch
+from tests.harness.models import MLP, Branches, OddParameters, random_batch, seeded
 
 EXACT = WirePolicy()
 INT8 = WirePolicy(gather="int8", reduce="int8", block=16, min_numel=30)
@@ -213,13 +213,6 @@ def test_micro_batches(world: World, transport: str) -> None:
 @each_transport
 def test_offloaded_parameters(world: World, transport: str) -> None:
     check(world, transport, INT8, options={"offload_policy": fullshard.CPUOffloadPolicy()})
-
-
-@on_ranks(2)
-@each_transport
-def test_tied_weights(world: World, transport: str) -> None:
-    tokens = {"batch": token_batch(2, 5), "loss": lambda call, batch: call(*batch).square().mean()}
-    check(world, transport, INT8, build=lambda: seeded(Transformer), **tokens)
 
 
 @on_ranks(2)

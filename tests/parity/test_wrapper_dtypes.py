@@ -16,8 +16,6 @@ WIDTH = 6
 
 
 class Mixed(nn.Module):
-    """A block with parameters in fp64 and fp32 in turns, one of them a scalar and one in columns."""
-
     def __init__(self) -> None:
         super().__init__()
         self.before = nn.Linear(WIDTH, 5, dtype=torch.float64)
@@ -32,8 +30,6 @@ class Mixed(nn.Module):
 
 
 class Model(nn.Module):
-    """Mixed blocks, and a scale and a shift of two dtypes that belong to the root."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Mixed(), Mixed()])

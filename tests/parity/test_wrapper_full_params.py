@@ -31,12 +31,10 @@ BOOLEANS = [False, True]
 
 
 def summon(fsdp: ModuleType, model: nn.Module, **options: Any) -> Any:
-    """The context, by the name that all users write."""
     return fsdp.FullyShardedDataParallel.summon_full_params(model, **options)
 
 
 def look(model: nn.Module) -> dict[str, Any]:
-    """What the model shows of its parameters."""
     return {name: (list(p.shape), p.dtype, p.requires_grad, p.tolist()) for name, p in model.named_parameters()}
 
 

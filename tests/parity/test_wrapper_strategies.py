@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import World, everywhere, ranks
+from tests.harness import World, ranks
 from tests.harness.compare import Precision, adamw, compare, first_difference, sgd, train_sharded, train_unsharded
 from tests.harness.models import Transformer, seeded, token_batch
 from tests.harness.wrapper import (
@@ -39,7 +39,6 @@ def test_strategies(world: World, strategy: str, original: bool) -> None:
     compare(world, training(wrap_blocks(strategy=strategy, original=original), steps=3))
 
 
-@everywhere
 @ranks(2, transport="shm")
 @ORIGINAL
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
@@ -73,15 +72,6 @@ def test_hybrid_strategies_over_micro_batches(world: World, strategy: str, witho
     changes = {"around_micro": no_sync_before(LAST)} if without_communication else {}
     shard = wrap_blocks(strategy=strategy, **hybrid_groups(world, "mesh"))
     compare(world, training(shard, micro_batches=LAST + 1, **changes))
-
-
-@ranks(4)
-@ORIGINAL
-def test_hybrid_in_bf16_reduced_in_fp32(world: World, original: bool) -> None:
-    precision = Precision(BF16, FP32)
-    options = hybrid_groups(world, "mesh")
-    shard = wrap_blocks(strategy="HYBRID_SHARD", original=original, precision=precision, **options)
-    compare(world, training(shard, precision=precision))
 
 
 @ranks(2, transport="shm")
@@ -134,29 +124,14 @@ def test_cpu_offload(world: World, strategy: str, original: bool) -> None:
 
 
 @ranks(2)
-@ORIGINAL
-@pytest.mark.parametrize("without_communication", [False, True])
-def test_cpu_offload_over_micro_batches(world: World, original: bool, without_communication: bool) -> None:
-    changes = {"around_micro": no_sync_before(LAST)} if without_communication else {}
-    shard = wrap_blocks(original=original, offload=True)
-    compare(world, training(shard, micro_batches=LAST + 1, **changes), with_torch=False)
-
-
-@ranks(2)
-@ORIGINAL
-def test_cpu_offload_in_bf16(world: World, original: bool) -> None:
-    precision = Precision(BF16, FP32)
-    shard = wrap_blocks(original=original, offload=True, precision=precision)
-    compare(world, training(shard, precision=precision), with_torch=False)
-
-
-@ranks(2)
 @EACH_STRATEGY
 @ORIGINAL
 @pytest.mark.parametrize("without_communication", [False, True])
-def test_accumulated(world: World, strategy: str, original: bool, without_communication: bool) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_accumulated(world: World, strategy: str, original: bool, without_communication: bool, offload: bool) -> None:
     changes = {"around_micro": no_sync_before(LAST)} if without_communication else {}
-    compare(world, training(wrap_blocks(strategy=strategy, original=original), micro_batches=LAST + 1, **changes))
+    shard = wrap_blocks(strategy=strategy, original=original, offload=offload)
+    compare(world, training(shard, micro_batches=LAST + 1, **changes), with_torch=not offload)
 
 
 @ranks(2)
