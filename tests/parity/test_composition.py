@@ -144,14 +144,3 @@ def test_tensor_parallel(world: World, optimizer: Any, reshard: bool, placement:
     hidden = 18 if placement is None else 20  # columns that do not divide by both are beyond torch
     training = transformer(shard, lambda: Transformer(hidden=hidden).double(), optimizer=optimizer)
     compare(world, training, data_parallel=(mesh["data"].get_local_rank(), world.size // 2))
-
-
-@ranks(2)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_blocks(world: World, backend: str) -> None:
-    def shard(fsdp: ModuleType, model: Any) -> None:
-        for block in model.blocks:
-            block.compile(backend=backend)
-        each_block()(fsdp, model)
-
-    compare(world, transformer(shard, lambda: MLP((6, 7, 5)), batch=random_batch(4, 6), steps=2))

@@ -6,7 +6,6 @@ fullshard alone is compared with unsharded training.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from types import ModuleType
@@ -336,38 +335,6 @@ def test_conversions_keep_what_was_chosen(world: World, library: str) -> None:
     assert model.blocks[0][0].bias.grad_dtype == torch.float64
     assert model.blocks[0][0].weight.grad.dtype == BF16, "a gradient is not converted either"
     assert torch.equal(whole(model.blocks[0][0].weight.grad), before)
-
-
-@ranks(2)
-@pytest.mark.parametrize("library", NEW)
-def test_a_parameter_that_is_loaded_in_the_place_of_another_inherits_it(world: World, library: str) -> None:
-    model = with_grad_dtype(low_weights)
-    each_block()(LIBRARIES[library], model)
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    old = model.blocks[0][0].weight
-    model.load_state_dict(state, assign=True)
-    assert model.blocks[0][0].weight is not old
-    assert model.blocks[0][0].weight.grad_dtype == BF16
-    parameters = dict(model.named_parameters())
-    backward(world, model)
-    for name, parameter in parameters.items():
-        assert parameter.grad.dtype == (BF16 if name.endswith("weight") else FP32), name
-
-
-@ranks(2)
-def test_copies_have_it_too(world: World) -> None:
-    model = with_grad_dtype(low_weights)
-    each_block()(fullshard, model)
-    parameters = list(model.parameters())
-    backward(world, model)
-    twin = copy.deepcopy(model)
-    copies = list(twin.parameters())
-    model.zero_grad()  # a copy has no gradients
-    assert [each.grad_dtype for each in copies] == [each.grad_dtype for each in parameters]
-    backward(world, model)
-    backward(world, twin)
-    for parameter, other in zip(parameters, copies, strict=True):
-        assert torch.equal(whole(parameter.grad), whole(other.grad))
 
 
 @ranks(2)

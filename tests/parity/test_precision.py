@@ -165,36 +165,6 @@ def test_fp16_parameters_reduced_in_fp32(world: World, offloaded: bool, changes:
     compare(world, training_with(precision, shard=shard, **changes))
 
 
-@ranks(2)
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_overflow_on_one_rank_skips_the_step_on_all(world: World, library: str) -> None:
-    fsdp = LIBRARIES[library]
-    model = seeded(MLP)
-    each_block(precision=Precision(FP16, FP32))(fsdp, model)
-    optimizer = sgd(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    before = [whole(parameter) for parameter in model.parameters()]
-
-    loss = mean_square(model, random_batch(4, 6)(world.rank))
-    scaler.scale(loss * (1e6 if world.rank == 1 else 1.0)).backward()
-    scaler.step(optimizer)
-    scaler.update()
-
-    assert scaler.get_scale() == 2.0**9
-    assert all(torch.equal(whole(after), old) for after, old in zip(model.parameters(), before, strict=True))
-
-
-@ranks(2)
-@pytest.mark.parametrize("cache", [True, False])
-def test_autocast(world: World, cache: bool) -> None:
-    def loss(call: Call, batch: Batch) -> Tensor:
-        with torch.autocast("cpu", BF16, cache_enabled=cache):
-            output: Tensor = call(*batch)
-        return output.square().mean()
-
-    compare(world, training_with(Precision(), loss=loss))
-
-
 @everywhere
 @ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("shards", [1, 2])

@@ -21,7 +21,6 @@ from tests.harness.wrapper import (
     WRAPPERS,
     assert_all_see,
     training,
-    wrap,
     wrap_blocks,
     wrap_whole,
 )
@@ -244,15 +243,3 @@ def test_two_forwards_before_one_backward(world: World, units: Any, strategy: st
         return (first * second).mean()
 
     compare(world, training(units(strategy=strategy), loss=loss))
-
-
-@ranks(2, transport="shm")
-@EACH_WRAPPER
-def test_data_of_another_shape_is_refused(world: World, library: str) -> None:
-    model = wrap(WRAPPERS[library], seeded(MLP))
-    batch = random_batch(4, 6)(0)
-    mean_square(model, batch).backward()
-    for parameter in model.parameters():
-        parameter.data = torch.zeros(parameter.numel() + 1)
-    with pytest.raises(RuntimeError):
-        model(*batch)

@@ -10,15 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.harness import World, ranks
-from tests.harness.compare import (
-    Precision,
-    compare,
-    first_difference,
-    mean_square,
-    train_sharded,
-    whole_gradients,
-    whole_parameters,
-)
+from tests.harness.compare import Precision, compare, first_difference, mean_square, train_sharded, whole_gradients
 from tests.harness.models import MLP, random_batch, seeded
 from tests.harness.wrapper import (
     ORIGINAL,
@@ -195,19 +187,6 @@ def test_dtypes_of_buffers(world: World, buffer_dtype: torch.dtype | None, origi
 
 
 @ranks(2, transport="shm")
-@ORIGINAL
-def test_buffers_and_parameters_have_their_own_dtypes_in_state_dicts(world: World, original: bool) -> None:
-    def observe(fsdp: ModuleType) -> Any:
-        wrapped = wrap_automatically(None, BF16, original=original)(fsdp, seeded(Normalized))
-        wrapped(*random_batch(4, 6)(world.rank))
-        state = wrapped.state_dict()
-        after = {name: buffer.dtype for name, buffer in wrapped.named_buffers()}
-        return [{name: (value.dtype, list(value.shape)) for name, value in state.items()}, after]
-
-    assert_all_see(observe)
-
-
-@ranks(2, transport="shm")
 @pytest.mark.parametrize("full", ["0", "1"])
 @ORIGINAL
 def test_full_precision_in_evaluation(world: World, full: str, original: bool) -> None:
@@ -226,14 +205,3 @@ def test_full_precision_in_evaluation(world: World, full: str, original: bool) -
             return seen
 
     assert_all_see(observe)
-
-
-@ranks(2, transport="shm")
-@ORIGINAL
-def test_full_parameters_have_full_precision(world: World, original: bool) -> None:
-    for fsdp in WRAPPERS.values():
-        model = wrap_blocks(precision=Precision(BF16), original=original)(fsdp, seeded(MLP))
-        model(*random_batch(4, 6)(0))
-        whole = whole_parameters(fsdp, model)
-        for name, parameter in seeded(MLP).named_parameters():
-            assert torch.equal(whole[name], parameter)

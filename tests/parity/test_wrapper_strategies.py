@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.harness import World, ranks
 from tests.harness.compare import Precision, adamw, compare, first_difference, sgd, train_sharded, train_unsharded
-from tests.harness.models import Transformer, seeded, token_batch
+from tests.harness.models import MixedDtypes, Transformer, seeded, token_batch
 from tests.harness.wrapper import (
     EACH_WRAPPER,
     HYBRID,
@@ -113,6 +113,14 @@ def test_reduced_in_bf16(
         for dtype in (BF16, FP32)
     ]
     assert None in differences, differences
+
+
+@ranks(2, 3)
+@EACH_STRATEGY
+@ORIGINAL
+def test_parameters_of_several_dtypes(world: World, strategy: str, original: bool) -> None:
+    shard = wrap_whole(strategy=strategy, original=original)
+    compare(world, training(shard, build=lambda: seeded(MixedDtypes)), with_torch=False)
 
 
 @ranks(2)

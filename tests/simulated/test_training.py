@@ -193,13 +193,16 @@ WAYS: dict[str, Callable[[World], None]] = {
         )
         for name in test_wires.POLICIES
     },
-    "wires, accumulated": partial(test_wires.test_micro_batches, transport="collective"),
+    **{
+        f"wires, {case}": partial(test_wires.test_ways_to_train, transport="collective", case=case)
+        for case in ("micro-batches", "offloaded", "unused")
+    },
     "wires, bf16": partial(
         test_wires.test_mixed_precision, transport="collective", reduce_dtype=torch.bfloat16, name="int8"
     ),
-    "wires, offload": partial(test_wires.test_offloaded_parameters, transport="collective"),
-    "wires, unused": partial(test_wires.test_unused_parameters_keep_what_they_lost, transport="collective"),
-    "finalization": partial(test_finalization.test_one_reduction_after_several_backwards, async_op=True),
+    "finalization": partial(
+        test_finalization.test_one_reduction_after_several_backwards, async_op=True, reshard=True, precision=Precision()
+    ),
     "kept storage": partial(test_kept_storage.test_training_is_as_without, reshard=True),
     "bf16": partial(test_precision.test_bf16_parameters_reduced_in_fp32, optimizer=sgd, micro_batches=1),
     "reductions in flight": partial(
