@@ -231,25 +231,25 @@ MUTATIONS = (
         "group/reduction.py",
         "int(output.storage_offset()) + offset for",
         "offset for",
-        "tests/parity/test_outer_stage.py::test_micro_batches_of_parameters_of_two_dtypes",
+        "tests/parity/test_stages.py::test_micro_batches_of_parameters_of_two_dtypes",
     ),
     Mutation(
         "group/reduction.py",
         "(index, local.clone()) for",
         "(index, local) for",
-        "tests/parity/test_outer_stage.py::test_micro_batches",
+        "tests/parity/test_stages.py::test_micro_batches",
     ),
     Mutation(
         "group/parameter.py",
         "return start + first, start + last",
         "return start + first, stop",
-        "tests/parity/test_outer_stage.py::test_every_rank_has_a_part_of_the_parameters_and_the_state",
+        "tests/parity/test_stages.py::test_every_rank_has_a_part_of_the_parameters_and_the_state",
     ),
     Mutation(
         "group/full_buffer.py",
         "parts = parts if shard.replica is None else shard.replica.views",
         "parts = shard.views",
-        "tests/parity/test_outer_stage.py::test_mixed_precision",
+        "tests/parity/test_stages.py::test_mixed_precision",
     ),
     Mutation(
         "group/strategy.py",
@@ -286,7 +286,7 @@ MUTATIONS = (
         "group/module_parameters.py",
         "            self._train_leaves()\n        self._prepare_updates()",
         "            pass\n        self._prepare_updates()",
-        "tests/parity/test_parameters.py::test_frozen_blocks",
+        "tests/parity/test_parameters.py::test_parameters",
     ),
     Mutation(
         "group/gradients.py",
@@ -352,7 +352,7 @@ MUTATIONS = (
         "group/reduction.py",
         "local.add_(self._partial.pop(index))",
         "self._partial.pop(index)",
-        "tests/parity/test_accumulation.py::test_hybrid_accumulated_before_all_reduce_on_two_ranks",
+        "tests/parity/test_accumulation.py::test_hybrid_micro_batches",
     ),
     Mutation(
         "group/gradients.py",
@@ -413,7 +413,7 @@ MUTATIONS = (
         "schedule/unit.py",
         "            if not group.users:\n                group.reshard_after_backward()",
         "            if True:\n                group.reshard_after_backward()",
-        "tests/parity/test_parameters.py::test_a_block_tied_to_a_root_that_is_still_in_its_backward",
+        "tests/parity/test_parameters.py::test_parameters",
     ),
     Mutation(
         "schedule/order.py",
@@ -492,7 +492,7 @@ MUTATIONS = (
         "group/gradients.py",
         "self._buffer.take().wait()",
         "self._buffer.take()",
-        "tests/simulated/test_training.py::test_every_way_to_train",
+        "tests/parity/test_accumulation.py::test_micro_batches",
     ),
     Mutation(
         "device.py",

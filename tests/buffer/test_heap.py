@@ -47,7 +47,6 @@ print(resident() - before)
 
 
 def printed_by(program: str) -> str:
-    """What a program prints in a process whose heap nobody has set up."""
     environment = {name: value for name, value in os.environ.items() if name not in heap._SETTINGS}
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
@@ -55,6 +54,7 @@ def printed_by(program: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not heap.set_option(heap.MMAP_THRESHOLD, heap._LARGEST_PIECE), reason="not glibc")
 def test_the_memory_of_a_model_is_given_back_with_it() -> None:
     assert float(printed_by(PROGRAM)) < 40
@@ -123,7 +123,7 @@ def test_nothing_that_was_freed_is_kept_where_memory_is_scarce() -> None:
 
 
 class Owner:
-    """Something that lives and ends."""
+    pass
 
 
 @pytest.mark.skipif(any(name in os.environ for name in heap._SETTINGS), reason="the user has decided")

@@ -43,13 +43,11 @@ def flat_plans() -> st.SearchStrategy[Plan]:
 
 
 def places(plan: Plan, piece: Piece) -> list[tuple[int, int]]:
-    """Where every element lies in the full buffer and in the shard."""
     full, shard = piece.of_full(torch.arange(plan.full_numel)), piece.of_shard(torch.arange(plan.shard_numel))
     return list(zip(full.flatten().tolist(), shard.flatten().tolist(), strict=True))
 
 
 def times_owned(plan: Plan) -> torch.Tensor:
-    """How many ranks own each element of the full buffer."""
     counts = torch.zeros(plan.full_numel, dtype=torch.int32)
     for rank in range(plan.world_size):
         for piece in plan.pieces(rank):
@@ -97,14 +95,6 @@ def test_no_two_elements_share_a_place_in_a_shard(plan: Plan) -> None:
         taken = [place for piece in plan.pieces(rank) for _, place in places(plan, piece)]
         assert len(set(taken)) == len(taken)
         assert all(0 <= place < plan.shard_numel for place in taken)
-
-
-@unhurried
-@given(plans())
-def test_parameters_lie_in_order_without_overlap(plan: Plan) -> None:
-    ends = [0, *(offset + param.numel for param, offset in zip(plan.params, plan.full_offsets, strict=True))]
-    for end, offset in zip(ends, (*plan.full_offsets, plan.full_numel), strict=True):
-        assert end <= offset
 
 
 @unhurried
@@ -310,24 +300,6 @@ def test_a_selection_of_flat_is_all_of_it(plan: Plan) -> None:
 def test_equal_arguments_give_the_same_plan(plan: Plan) -> None:
     assert make_plan(list(plan.params), plan.world_size, plan.layout, plan.alignment) is plan
     assert plan.select(range(len(plan.params))) is plan
-
-
-def test_the_example_of_the_docstring() -> None:
-    params = [ParamShape("a", (4, 5)), ParamShape("b", (3, 5)), ParamShape("c", (2, 5))]
-    even = make_plan(params, 2)
-    assert [even.locate_chunk(1, rank)[1] for rank in range(2)] == [(2, 5), (1, 5)]
-    assert even.full_offsets == (0, 32, 48)
-    assert even.shard_offsets == (0, 12, 24)
-    assert even.pieces(1) == (
-        Piece((10,), 10, (1,), 0, (1,)),
-        Piece((5,), 42, (1,), 12, (1,)),
-        Piece((5,), 53, (1,), 24, (1,)),
-    )
-    flat = make_plan(params, 2, "flat")
-    assert (flat.full_numel, flat.shard_numel) == (58, 29)
-    assert [flat.fragment(1, rank) for rank in range(2)] == [(0, 0), (0, 15)]
-    assert [make_plan(params, 2, "flat", 1).fragment(1, rank) for rank in range(2)] == [(0, 3), (3, 15)]
-    assert make_plan(params, 2, "flat", 1).shard_numel == 23
 
 
 def test_a_cut_along_another_dim_is_strided() -> None:

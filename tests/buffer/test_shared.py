@@ -20,8 +20,6 @@ NUMEL = 4096  # of float32: four pages
 
 
 class Fixture:
-    """A buffer, a leaf in it, and the memory as other ranks write it."""
-
     def __init__(self, numel: int = NUMEL) -> None:
         segment = Segment.create(64 + 4 * numel)
         view = Segment.open(segment.address, mmap.MAP_PRIVATE)

@@ -35,7 +35,6 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 def in_child(action: Callable[[], None]) -> int:
-    """Run something in a fork of this process; returns its exit code."""
     child = multiprocessing.get_context("fork").Process(target=action)
     child.start()
     child.join(30)

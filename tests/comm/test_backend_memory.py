@@ -16,8 +16,6 @@ CPU = torch.device("cpu")
 
 
 class Backend:
-    """A backend that allocates tensors on the CPU."""
-
     def __init__(self) -> None:
         self.sizes: list[int] = []
 

@@ -24,8 +24,6 @@ def test_objects_of_every_size_arrive_whole_and_in_order(world: World) -> None:
 
 
 class Long:
-    """A number that is long on its way."""
-
     def __init__(self, number: int) -> None:
         self.number = number
 

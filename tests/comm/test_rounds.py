@@ -46,7 +46,6 @@ def elements(plans: tuple[Plan, ...], piece: Piece) -> list[tuple[int, int, int]
 
 
 def owned(plans: tuple[Plan, ...], owner: int, with_kept: bool) -> list[tuple[int, int, int]]:
-    """The same of all that `owner` owns, from the plans."""
     found = []
     for section, plan in enumerate(plans):
         whole: set[int] = set()

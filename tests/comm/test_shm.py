@@ -24,14 +24,12 @@ OTHER = Case("even", (Section(torch.float32, ODD),))
 
 
 def make() -> ShmTransport:
-    assert dist.group.WORLD is not None
     made = ShmTransport.among(dist.group.WORLD, PointToPointTransport())
     assert isinstance(made, ShmTransport), made
     return made
 
 
 def start(transport: ShmTransport, transfers: list[Transfer], tag: int = 1) -> Any:
-    assert dist.group.WORLD is not None
     return reduce(transport, transfers, dist.group.WORLD, tag, Reduction())
 
 
@@ -199,7 +197,6 @@ def test_nothing_is_left_of_slots_that_come_and_go(world: World) -> None:
 @ranks(2)
 def test_others_let_go_of_a_slot_at_their_next_reduction(world: World) -> None:
     transport = make()
-    assert dist.group.WORLD is not None
     first, second = (transfers_of(CASE, world.size, transport=transport) for _ in range(2))
     routes = [transport.reduce_route(transfers, dist.group.WORLD, 1) for transfers in (first, second)]
     for route, transfers in zip(routes, (first, second), strict=True):

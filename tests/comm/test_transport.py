@@ -57,6 +57,8 @@ SHAPES = {
     "zero-copy": ZERO_COPY,
     "none": (),
 }
+#: Of one dtype each, and several at once.
+SECTIONS = {name: (Section(torch.float32, shapes),) for name, shapes in SHAPES.items()}
 
 each_transport = pytest.mark.parametrize("transport_name", TRANSPORTS)
 #: The ranks of a host gather as messages what does not lie in memory that they share.
@@ -69,8 +71,7 @@ def make(transport_name: str, process_group: dist.ProcessGroup | None = None) ->
         shared = ShmTransport.among(process_group or group(), PointToPointTransport())
         assert isinstance(shared, ShmTransport), shared
         return shared
-    transport: Transport = TRANSPORTS[transport_name]()
-    return transport
+    return TRANSPORTS[transport_name]()
 
 
 def mixed(*shapes: Shapes) -> tuple[Section, ...]:
@@ -79,25 +80,15 @@ def mixed(*shapes: Shapes) -> tuple[Section, ...]:
     return tuple(Section(dtype, chosen) for dtype, chosen in zip(dtypes, shapes, strict=False))
 
 
+SECTIONS["several dtypes"] = (*mixed(ODD, LARGE, TINY, ZERO_COPY), Section(torch.bfloat16, LARGE))
+
+
 @ranks(1, 2, 3, 4)
 @each_transport
 @each_layout
-@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("shapes", SECTIONS)
 def test_every_rank_gathers_all_parameters(world: World, transport_name: str, layout: LayoutName, shapes: str) -> None:
-    case = Case(layout, (Section(torch.float32, SHAPES[shapes]),))
-    transfers = transfers_of(case, world.size)
-    fill_shards(case, transfers, world.rank)
-    gather(make(transport_name), transfers, group(), tag=0).finish()
-    assert_gathered(case, transfers, world.rank)
-
-
-@ranks(1, 2, 3, 4)
-@each_transport
-@each_layout
-def test_sections_of_several_dtypes_are_gathered_in_one_call(
-    world: World, transport_name: str, layout: LayoutName
-) -> None:
-    case = Case(layout, mixed(ODD, LARGE, TINY, ZERO_COPY))
+    case = Case(layout, SECTIONS[shapes])
     transfers = transfers_of(case, world.size)
     fill_shards(case, transfers, world.rank)
     gather(make(transport_name), transfers, group(), tag=0).finish()
@@ -132,30 +123,17 @@ def test_a_gather_moves_any_dtype(world: World, transport_name: str, dtype: torc
 @ranks(1, 2, 3, 4)
 @each_reducing_transport
 @each_layout
-@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("shapes", SECTIONS)
 def test_every_rank_gets_the_mean_of_what_it_owns(
     world: World, transport_name: str, layout: LayoutName, shapes: str
 ) -> None:
-    case = Case(layout, (Section(torch.float32, SHAPES[shapes]),))
+    case = Case(layout, SECTIONS[shapes])
     transport = make(transport_name)
     transfers = transfers_of(case, world.size, transport=transport)
     fill_fulls(case, transfers, world.rank)
     complete(reduce(transport, transfers, group(), 1, Reduction(world.size)))
-    assert_reduced(case, transfers, world.rank, world.size)
-
-
-@ranks(1, 2, 3, 4)
-@each_reducing_transport
-@each_layout
-def test_sections_of_several_dtypes_are_reduced_in_one_call(
-    world: World, transport_name: str, layout: LayoutName
-) -> None:
-    case = Case(layout, (*mixed(ODD, LARGE, TINY, ZERO_COPY), Section(torch.bfloat16, LARGE)))
-    transport = make(transport_name)
-    transfers = transfers_of(case, world.size, transport=transport)
-    fill_fulls(case, transfers, world.rank)
-    complete(reduce(transport, transfers, group(), 1, Reduction(world.size)))
-    assert_reduced(case, transfers, world.rank, world.size, exactly_added=transport_name != "collective")
+    is_exact = transport_name != "collective" or shapes != "several dtypes"
+    assert_reduced(case, transfers, world.rank, world.size, exactly_added=is_exact)
 
 
 @ranks(2, 3)

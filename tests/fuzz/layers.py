@@ -18,8 +18,7 @@ class MLP(nn.Module):
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.gelu(self.up(x)))
-        return y
+        return self.down(F.gelu(self.up(x)))
 
 
 class Recurrent(nn.Module):
@@ -35,8 +34,7 @@ class Recurrent(nn.Module):
         self.layer = kinds[kind]()
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)[0]
-        return y
+        return self.layer(x)[0]
 
 
 class RecurrentCells(nn.Module):
@@ -69,8 +67,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "mha":
-            y: Tensor = self.attention(x, x, x)[0]
-            return y
+            return self.attention(x, x, x)[0]
         query, key, value = self.qkv(x).chunk(3, -1)
         if self.kind == "sdpa":
             y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -94,8 +91,7 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind != "conv2d":
-            y: Tensor = self.convolution(x.transpose(1, 2)).transpose(1, 2)
-            return y
+            return self.convolution(x.transpose(1, 2)).transpose(1, 2)
         y = self.join(self.convolution(x.unsqueeze(1))).squeeze(1)
         return y
 
@@ -114,8 +110,7 @@ class Norm(nn.Module):
         self.norm = kinds[kind]()
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x.transpose(1, 2)).transpose(1, 2) if self.over_time else self.norm(x)
-        return y
+        return self.norm(x.transpose(1, 2)).transpose(1, 2) if self.over_time else self.norm(x)
 
 
 class Odd(nn.Module):
@@ -144,8 +139,7 @@ class Listed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for weight in self.listed:
             x = torch.tanh(x @ weight)
-        y: Tensor = x @ self.named["first"] + self.named["bias"]
-        return y
+        return x @ self.named["first"] + self.named["bias"]
 
 
 class Adapter(nn.Module):
@@ -157,8 +151,7 @@ class Adapter(nn.Module):
         self.down, self.up = nn.Linear(width, 1, bias=False), nn.Linear(1, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base(x) + self.up(self.down(x))
-        return y
+        return self.base(x) + self.up(self.down(x))
 
 
 class Counted(nn.Module):
@@ -193,8 +186,7 @@ class Halves(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             aim = self.teacher(x)
-        y: Tensor = self.student(x) * torch.sigmoid(aim)
-        return y
+        return self.student(x) * torch.sigmoid(aim)
 
 
 class TwoDtypes(nn.Module):
@@ -208,8 +200,7 @@ class TwoDtypes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.to(self.narrow.dtype) @ self.narrow
-        z: Tensor = (y.to(self.wide.dtype) @ self.wide).to(x.dtype)[..., self.places]
-        return z
+        return (y.to(self.wide.dtype) @ self.wide).to(x.dtype)[..., self.places]
 
 
 class TwoPrecisions(nn.Module):
@@ -263,8 +254,7 @@ class Written(nn.Module):
         self.weight = nn.Parameter(torch.randn(width, width) / 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Power.apply(x, self.weight)  # type: ignore[no-untyped-call]
-        return y
+        return _Power.apply(x, self.weight)  # type: ignore[no-untyped-call]
 
 
 class Bag(nn.Module):

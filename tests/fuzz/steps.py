@@ -227,8 +227,7 @@ def _low_bit(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optim
     """An optimizer of torchao."""
     import torchao.optim  # not above: it takes long
 
-    optimizer: torch.optim.Optimizer = getattr(torchao.optim, name)(parameters, lr=1e-2, eps=1e-2)
-    return optimizer
+    return getattr(torchao.optim, name)(parameters, lr=1e-2, eps=1e-2)
 
 
 ELEMENTWISE: dict[str, Callable[[Any], Any]] = {

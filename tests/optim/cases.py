@@ -40,18 +40,12 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     if how is not FUSED or cls in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 }
 
-#: What torch cannot do on DTensors, and the operator at which it fails.
-BEYOND_TORCH = {
-    name: operator
+#: What torch cannot do on DTensors.
+BEYOND_TORCH = [
+    name
     for name in OPTIMIZERS
-    for start, end, operator in (
-        ("Rprop", "loop", "index_(put|fill)_"),
-        ("Rprop", "foreach", "_foreach_copy_"),
-        ("SGD", "fused", "_fused_sgd_"),
-        ("Adagrad", "fused", "_fused_adagrad_"),
-    )
-    if name.startswith(start) and name.endswith(end)
-}
+    if name.startswith("Rprop") or (name.startswith(("SGD", "Adagrad")) and name.endswith("fused"))
+]
 
 
 class Sign(Optimizer):

@@ -67,7 +67,6 @@ def train(model: Any, optimizer: Any, steps: Iterable[int] = range(3), may_commu
 
 
 def part(param: DTensor, whole: Tensor) -> DTensor:
-    """A DTensor like a parameter, of whole values that every rank has."""
     like = torch.zeros_like(param.detach())
     replicated = DTensor.from_local(whole, param.device_mesh, [torch.distributed.tensor.Replicate()])
     like.copy_(replicated)
@@ -166,7 +165,14 @@ def test_state_that_cannot_be_cut_for_other_ranks_is_not_saved(world: World, tmp
         checkpoint.save(tmp_path, model, optimizer)
 
 
-@pytest.mark.parametrize("name", [name for name in [*LOW_BIT, *OF_MATRICES] if name not in REFUSED])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("torch.Muon", "torchao.Adam8bit") else pytest.mark.slow)
+        for name in [*LOW_BIT, *OF_MATRICES]
+        if name not in REFUSED
+    ],
+)
 def test_state_is_loaded_by_other_numbers_of_ranks(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
     pytest.importorskip(name.partition(".")[0])
     expected = run(rank_pool, save_and_load, 2, tmp_path, name, False)[0]

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tests.fully_shard.cases import assert_close, inputs
 from tests.harness import World, ranks
-from tests.harness.compare import whole
-from tests.harness.models import MLP, seeded
 from tests.optim.cases import (
     FOREACH,
     FUSED,
@@ -88,38 +80,6 @@ def test_set_state_dict_before_the_first_step(world: World, how: dict[str, bool]
     assert_same_state(optimizer, pair.optimizers[1])
     pair.models[0], pair.optimizers[0] = model, optimizer
     pair.step(1)
-
-
-@ranks(3)
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_a_checkpoint_is_loaded_by_other_numbers_of_ranks(world: World, tmp_path: Path, name: str) -> None:
-    def build(params: Any) -> torch.optim.Optimizer:
-        if name == "SGD":
-            return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
-        return torch.optim.AdamW(params, lr=1e-2, eps=1e-2, fused=True)
-
-    reference = seeded(MLP)
-    steps = build(reference.parameters())
-    for number, count in enumerate((2, 3, 1, 2)):
-        reference(inputs()).sum().backward()
-        steps.step()
-        steps.zero_grad()
-        group = dist.new_group(list(range(count)))
-        if world.rank < count:
-            model = sharded(MLP, mesh=DeviceMesh.from_group(group, "cpu"))
-            optimizer = build(model.parameters())
-            if number:
-                state = {"optimizer": get_optimizer_state_dict(model, optimizer), "model": model.state_dict()}
-                dcp.load(state, checkpoint_id=tmp_path / str(number - 1), process_group=group)
-                set_optimizer_state_dict(model, optimizer, state["optimizer"])
-                model.load_state_dict(state["model"])
-            model(inputs()).sum().backward()
-            assert runs_on_local(optimizer)
-            for one, two in zip(model.parameters(), reference.parameters(), strict=True):
-                assert_close(whole(one), two, f"parameter with {count} ranks")
-            state = {"optimizer": get_optimizer_state_dict(model, optimizer), "model": model.state_dict()}
-            dcp.save(state, checkpoint_id=tmp_path / str(number), process_group=group)
-        dist.barrier()
 
 
 @ranks(2)

@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from fullshard.optim.clip import clip_local_shards
 from tests.harness import World, ranks
 
 CPU = torch.device("cpu")
-NORMS = pytest.mark.parametrize("p", [1, 2, 2.0, 3, 0.5, math.inf, "inf"])
+NORMS = pytest.mark.parametrize("p", [1, 2.0, 0.5, "inf"])
 #: Sizes of gradients: most ranks have nothing of the first, and one parameter is empty.
 SHARDED, WHOLE = (1, 17, 0, 64, 5), (3, 0, 8)
 
@@ -33,14 +32,11 @@ def with_gradient(grad: Tensor) -> nn.Parameter:
 
 
 def cut(grad: Tensor, world: World) -> Tensor:
-    """This rank's part; nothing where there are fewer parts than ranks."""
     chunks = grad.chunk(world.size)
     return chunks[world.rank] if world.rank < len(chunks) else grad[:0]
 
 
 class Case:
-    """Gradients whole, and as parts, of which some are missing."""
-
     def __init__(self, world: World, dtype: torch.dtype = torch.float32, whole: tuple[int, ...] = WHOLE) -> None:
         self.world = world
         self.reference = [with_gradient(g) for g in gradients(SHARDED, dtype, 0) + gradients(whole, dtype, 1)]
@@ -115,19 +111,6 @@ def test_the_norm_of_many_small_halves_does_not_stall(world: World) -> None:
 
 
 @ranks(2)
-@NORMS
-def test_a_norm_beyond_the_range_of_halves_is_returned_and_clips(world: World, p: Any) -> None:
-    """fp16 ends at 65,504."""
-    param = with_gradient(torch.full((64,), 32_000.0, dtype=torch.float16))
-    total = clip_local_shards({param: 1}, [], 1e5, p, None, CPU)
-    expected = torch.linalg.vector_norm(torch.full((64 * world.size,), 32_000.0, dtype=torch.float64), float(p))
-    torch.testing.assert_close(total, expected.float())
-    assert param.grad is not None
-    clipped = 32_000 * torch.clamp(1e5 / expected, max=1.0)
-    torch.testing.assert_close(param.grad, clipped.half().expand(64), rtol=2e-3, atol=0)
-
-
-@ranks(2)
 def test_dtypes_that_differ_promote_as_torchs_do(world: World) -> None:
     low, full = with_gradient(torch.full((2,), 3.0, dtype=torch.bfloat16)), with_gradient(torch.full((2,), 4.0))
     total = clip_local_shards({low: 1}, [full], 1.0, 1, None, CPU)
@@ -176,32 +159,6 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all(world: World, p: Any, poiso
     total = case.clip(1.0, p)
     assert total.isnan() if math.isnan(poison) else total.isinf()
     assert_alike(total.nan_to_num())
-
-
-@ranks(2, 3)
-@NORMS
-@pytest.mark.parametrize("orig", [False, True], ids=["flat", "fragments"])
-def test_sharded_gradients_come_out_as_in_torchs_wrapper(world: World, p: Any, orig: bool) -> None:
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    for index, layer in enumerate(model):
-        model[index] = FSDP(layer, dist.group.WORLD, use_orig_params=orig, device_id=CPU)
-    model = FSDP(model, dist.group.WORLD, use_orig_params=orig, device_id=CPU)
-    (model(torch.ones(2, 3)) * (1 + world.rank)).sum().backward()
-    ours = [with_gradient(param.grad) for param in model.parameters() if param.grad is not None]
-    total = clip_local_shards(dict.fromkeys(ours, 1), [], 0.5, p, None, CPU)
-    expected = model.clip_grad_norm_(0.5, p)
-    torch.testing.assert_close(total, expected)
-    theirs = [param.grad for param in model.parameters() if param.grad is not None]
-    for mine, torchs in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.grad, torchs)
-
-
-@ranks(4)
-def test_only_the_ranks_of_the_group_count(world: World) -> None:
-    """As where parts are replicated over nodes: ranks 0 and 1 have the same as 2 and 3."""
-    shard = world.mesh(2, 2, names=("replicate", "shard"))["shard"]
-    param = with_gradient(torch.full((1,), 3.0 + shard.get_local_rank()))
-    assert clip_local_shards({param: 1}, [], 1.0, 2, shard.get_group(), CPU) == 5.0
 
 
 @ranks(4)

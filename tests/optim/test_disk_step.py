@@ -43,7 +43,6 @@ def train(model: Any, optimizer: torch.optim.Optimizer, world: World, steps: ran
 
 
 def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """This rank's part of each parameter, followed by its state."""
     found: list[Any] = []
     for param in model.parameters():
         found += [param.detach(), *(value for _, value in sorted(optimizer.state.get(param, {}).items()))]
@@ -72,7 +71,10 @@ SHARES: dict[str, dict[str, Any]] = {
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("momentum", "two groups") else pytest.mark.slow) for name in OPTIMIZERS],
+)
 def test_a_step_from_the_disk_is_the_step_in_memory(world: World, name: str) -> None:
     compare(world, name, "all")
 
@@ -84,7 +86,7 @@ def test_a_share_may_be_on_the_disk(world: World, shares: str) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
 def test_every_stage_may_be_on_the_disk(world: World, zero_stage: int) -> None:
     compare(world, "AdamW", "all", zero_stage)
 
@@ -293,7 +295,6 @@ def test_nothing_that_was_read_ahead_outlives_the_model(world: World) -> None:
 
 @ranks(2)
 def test_a_gradient_that_lies_otherwise_than_its_parameter(world: World, tmp_path: Path) -> None:
-    """As one that users assign, or that was added to zeros of theirs."""
     torch.manual_seed(0)
     layer = nn.Linear(512, 256, bias=False)
     layer.weight = nn.Parameter(torch.randn(512, 256).t())

@@ -23,7 +23,6 @@ from tests.optim.cases import Pair, Sign, backward, on_dtensors, runs_on_local, 
 
 @contextlib.contextmanager
 def failing(name: str, call: int) -> Iterator[None]:
-    """A function of torch that raises at its `call`-th call."""
     original, calls = getattr(torch, name), 0
 
     def fail(*args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import sharded_grad_scaler
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import fullshard
 from fullshard.optim import ShardedGradScaler
 from tests.fully_shard.cases import local
 from tests.harness import World, ranks
@@ -66,8 +65,6 @@ def scaler(cls: type = ShardedGradScaler, **options: Any) -> Any:
 
 
 class Run:
-    """Parameters of one rank, their optimizer and a scaler."""
-
     def __init__(self, cls: type, params: Sequence[nn.Parameter], momentum: float = 0.9, **options: Any) -> None:
         self.params = list(params)
         self.optimizer = torch.optim.SGD(self.params, lr=0.1, momentum=momentum)
@@ -109,20 +106,6 @@ def test_steps_and_scales_are_torchs(world: World, poison: float, unscale_first:
             assert (mine.grad is None) == (torchs.grad is None)
             assert mine.grad is None or torch.equal(mine.grad.nan_to_num(), torchs.grad.nan_to_num())
     assert ours.scaler.get_scale() != 8.0
-
-
-@ranks(2, 3)
-@pytest.mark.parametrize("culprit", [0, -1], ids=["first", "last"])
-@pytest.mark.parametrize("poison", [math.inf, math.nan])
-def test_what_one_rank_finds_stops_all(world: World, culprit: int, poison: float) -> None:
-    run = Run(ShardedGradScaler, parts(world))
-    before = [param.detach().clone() for param in run.params]
-    run.step(0, poison if world.rank == culprit % world.size else None)
-    assert all(torch.equal(*both) for both in zip(run.params, before, strict=True))
-    assert run.scaler.get_scale() == 4.0
-    run.step(1, None)
-    assert not torch.equal(run.params[0], before[0])
-    assert run.scaler.get_scale() == 4.0
 
 
 @ranks(2, 3)
@@ -209,31 +192,6 @@ def test_an_infinity_in_the_last_shard_stops_all(world: World, fused: bool) -> N
     assert ours.get_scale() == 4.0
 
 
-@ranks(1, 2, 3)
-@pytest.mark.parametrize("poison", [None, math.nan])
-def test_dtensors_come_out_as_with_torchs(world: World, poison: float | None) -> None:
-    results = []
-    for cls in (ShardedGradScaler, TORCHS):
-        params = [
-            nn.Parameter(distribute_tensor(torch.arange(float(rows * 2)).view(rows, 2), world.mesh(), [Shard(0)]))
-            for rows in (1, 4, 7)
-        ]
-        for param in params:
-            gradient = torch.full(param.shape, 8.0)
-            if poison is not None:
-                gradient[-1, -1] = poison
-            param.grad = distribute_tensor(gradient, world.mesh(), [Shard(0)])
-        optimizer, it = torch.optim.SGD(params, lr=0.5), scaler(cls)
-        it.unscale_(optimizer)
-        unscaled = [local(param.grad).clone() for param in params]
-        it.step(optimizer)
-        it.update()
-        results.append([it.state_dict(), unscaled, [local(param).detach() for param in params]])
-    assert results[0][0] == results[1][0]
-    for mine, theirs in zip(results[0][1] + results[0][2], results[1][1] + results[1][2], strict=True):
-        assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
-
-
 @ranks(2)
 def test_plain_gradients_and_dtensors_of_several_meshes_mix(world: World) -> None:
     one_rank = torch.distributed.device_mesh.DeviceMesh("cpu", [world.rank])
@@ -275,58 +233,6 @@ def test_process_groups_skip_apart_unless_a_mesh_joins_them(world: World) -> Non
 # -- scaling, refusals and saving ------------------------------------------------------------------------------------
 
 
-@ranks(1)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_outputs_keep_dtype_and_form(world: World, dtype: torch.dtype) -> None:
-    loss, row = torch.tensor(1.5, dtype=dtype), torch.ones(2, dtype=dtype)
-    for cls in (ShardedGradScaler, TORCHS):
-        it = scaler(cls)
-        assert it.scale(loss).dtype == dtype
-        assert it.scale(loss) == 12.0
-        nested = it.scale([loss, (row, [row])])
-        assert isinstance(nested, list)
-        assert isinstance(nested[1], tuple)
-        assert torch.equal(nested[1][1][0], row * 8)
-        assert nested[1][0].dtype == dtype
-        assert [value.item() for value in it.scale(value for value in (loss, loss))] == [12.0, 12.0]
-        with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
-            it.scale(3)
-        with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
-            it.scale([loss, 3])
-
-
-@ranks(1, 2)
-def test_calls_out_of_order_are_refused_as_torch_does(world: World) -> None:
-    for cls in (ShardedGradScaler, TORCHS):
-        run = Run(cls, parts(world))
-        give_gradients(run.params, 0, 8.0)
-        with pytest.raises(AssertionError, match="_scale is None"):
-            cls("cpu").unscale_(run.optimizer)
-        with pytest.raises(AssertionError, match="No inf checks were recorded"):
-            run.scaler.update()
-        run.scaler.unscale_(run.optimizer)
-        with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
-            run.scaler.unscale_(run.optimizer)
-        run.scaler.step(run.optimizer)
-        with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step"):
-            run.scaler.unscale_(run.optimizer)
-        with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
-            run.scaler.step(run.optimizer)
-
-
-@ranks(2)
-def test_a_disabled_scaler_steps_whatever_the_gradients(world: World) -> None:
-    param = nn.Parameter(torch.ones(2))
-    param.grad = torch.full((2,), math.inf)
-    off = ShardedGradScaler("cpu", enabled=False)
-    assert off.scale(param) is param
-    assert off.scale([param])[0] is param
-    off.step(torch.optim.SGD([param], lr=1.0))
-    off.update()
-    assert param.isinf().all()
-    assert off.state_dict() == {}
-
-
 @ranks(1, 2)
 def test_state_is_torchs_and_moves_between_scalers(world: World) -> None:
     run = Run(ShardedGradScaler, parts(world))
@@ -354,7 +260,3 @@ def test_one_number_is_communicated_for_each_optimizer(world: World, said: bool)
         calls.clear()
         ours.step(torch.optim.SGD(model.parameters(), lr=0.1))
     assert calls == [1]
-
-
-def test_it_is_where_optimizers_are() -> None:
-    assert fullshard.optim.ShardedGradScaler is ShardedGradScaler

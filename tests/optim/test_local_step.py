@@ -17,8 +17,8 @@ import fullshard
 from fullshard.torch_private import local_of
 from tests.fully_shard.cases import inputs, local
 from tests.harness import World, ranks
-from tests.harness.compare import Training, compare, each_block
-from tests.harness.models import MLP, MixedDtypes, OddParameters, Transformer, random_batch, seeded, token_batch
+from tests.harness.compare import each_block
+from tests.harness.models import MixedDtypes, OddParameters, Transformer, seeded, token_batch
 from tests.optim.cases import (
     BEYOND_TORCH,
     FOREACH,
@@ -43,24 +43,19 @@ HOW = pytest.mark.parametrize("how", [LOOP, FOREACH, FUSED], ids=["loop", "forea
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in BEYOND_TORCH])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name.startswith("AdamW") or "momentum" in name else pytest.mark.slow)
+        for name in OPTIMIZERS
+        if name not in BEYOND_TORCH
+    ],
+)
 def test_steps_are_those_on_dtensors(world: World, name: str) -> None:
     cls, options = OPTIMIZERS[name]
     pair = Pair(cls, **options)
     for seed in range(4):
         pair.step(seed)
-
-
-@ranks(2)
-@pytest.mark.parametrize(("name", "operator"), BEYOND_TORCH.items(), ids=BEYOND_TORCH)
-def test_torch_has_no_such_step_on_dtensors(world: World, name: str, operator: str) -> None:
-    """Where this fails, the step can be compared with torch's: take it off the table."""
-    cls, options = OPTIMIZERS[name]
-    model = sharded()
-    optimizer = on_dtensors(cls)(model.parameters(), **options)
-    backward(model, 0)
-    with pytest.raises((RuntimeError, NotImplementedError), match=operator):
-        optimizer.step()
 
 
 @ranks(1, 2, 3)
@@ -94,21 +89,6 @@ def test_state_that_is_missing_is_made_anew(world: World) -> None:
     assert all(isinstance(entry["momentum_buffer"], DTensor) for entry in pair.optimizers[0].state.values())
 
 
-@ranks(1, 2, 3)
-@HOW
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
-def test_training_is_that_of_the_unsharded_model(world: World, cls: type[Optimizer], how: dict[str, bool]) -> None:
-    # An `eps` above most gradients; below it, even a rounding error would make a step of full size.
-    options = {"momentum": 0.9, "lr": 0.1} if cls is torch.optim.SGD else {"lr": 1e-2, "eps": 1e-2}
-    training = Training(
-        build=lambda: seeded(MLP),
-        shard=each_block(),
-        batch=random_batch(4, 6),
-        optimizer=lambda params: cls(params, **options, **how),  # type: ignore[call-arg]
-    )
-    compare(world, training, with_torch=not (cls is torch.optim.SGD and how == FUSED))
-
-
 @ranks(2)
 @HOW
 def test_parameters_of_several_dtypes(world: World, how: dict[str, bool]) -> None:
@@ -117,6 +97,7 @@ def test_parameters_of_several_dtypes(world: World, how: dict[str, bool]) -> Non
         pair.step(seed)
 
 
+@pytest.mark.slow
 @ranks(4)
 @HOW
 def test_hybrid_sharding(world: World, how: dict[str, bool]) -> None:
@@ -131,6 +112,7 @@ def test_hybrid_sharding(world: World, how: dict[str, bool]) -> None:
         pair.step(seed)
 
 
+@pytest.mark.slow
 @ranks(4)
 @HOW
 def test_beside_tensor_parallel(world: World, how: dict[str, bool]) -> None:
@@ -374,15 +356,6 @@ def test_plain_parameters_beside_sharded_ones(world: World) -> None:
 
 
 @ranks(2)
-def test_frozen_parameters_stay(world: World) -> None:
-    pair = Pair()
-    for seed in range(4):
-        pair.step(seed)
-        for model in pair.models:
-            model.blocks[1].weight.requires_grad_(seed % 2 == 1)
-
-
-@ranks(2)
 @HOW
 @pytest.mark.parametrize("overflow", [False, True])
 def test_scaled_gradients(world: World, how: dict[str, bool], overflow: bool) -> None:
@@ -433,8 +406,6 @@ def test_state_that_is_a_tensor_is_not_lost_when_it_is_replaced(world: World) ->
 
 
 class Devices(TorchDispatchMode):
-    """Notes the devices of the tensors that are written in place, where they change."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -36,7 +35,6 @@ INT4 = WirePolicy("int4", "int4", min_numel=0)
 
 
 def nesterov(params: list[nn.Parameter]) -> Optimizer:
-    """The outer optimizer of DiLoCo."""
     return SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
 
@@ -54,8 +52,6 @@ def adamw(params: Any) -> Optimizer:
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of LocalSteps, and the inner optimizer."""
-
     inner: Callable[[Any], Optimizer] = adamw
     every: int = EVERY
     outer: Callable[[list[nn.Parameter]], Optimizer] | None = None
@@ -87,7 +83,6 @@ def step(model: Any, optimizer: Optimizer, batch: torch.Tensor) -> None:
 
 
 def gathered(value: torch.Tensor) -> list[torch.Tensor]:
-    """The values of all ranks."""
     every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
     dist.all_gather(every, value.detach().contiguous())
     return every
@@ -189,11 +184,12 @@ def test_replicas_exchange_changes_by_collectives(world: World) -> None:
 
 
 @ranks(2, transport="checked")
-@pytest.mark.parametrize("name", ["nesterov", "all of it"])
+@pytest.mark.parametrize("name", [pytest.param("nesterov", marks=pytest.mark.slow), "all of it"])
 def test_meetings_are_ordered_on_a_device(world: World, name: str) -> None:
     check(world, CASES[name], 1)
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_replicas_of_two_ranks_train_as_in_one_process(world: World) -> None:
     check(world, CASES["all of it"], 2)
@@ -490,9 +486,7 @@ def test_steps_that_nobody_counts_are_refused(world: World) -> None:
 
 
 def seeded_state(world: World) -> dict[str, Any]:
-    """The state dict of a model that is sharded anew."""
-    state: dict[str, Any] = shard_mlp(mesh=mesh_of(world)).state_dict()
-    return state
+    return shard_mlp(mesh=mesh_of(world)).state_dict()
 
 
 @ranks(2)
@@ -529,7 +523,6 @@ def test_a_state_is_loaded_while_an_exchange_is_under_way(world: World) -> None:
 
 
 def whole_state(state: Any) -> Any:
-    """Nested dicts with whole tensors in place of DTensors."""
     if isinstance(state, dict):
         return {key: whole_state(value) for key, value in state.items()}
     return whole(state) if isinstance(state, torch.Tensor) else state
@@ -563,16 +556,15 @@ def test_a_late_replica_is_waited_for_at_the_meeting(world: World) -> None:
     step(model, optimizer, batch_of(world.rank, 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(WAITS), "change", noticed)
+        store: Any = dist.distributed_c10d._get_default_store()
         if world.rank:
-            time.sleep(1)
-        began = time.monotonic()
+            store.wait(["the other has passed the beginning of the exchange"])
         for number in range(1, 4):
             step(model, optimizer, batch_of(world.rank, number))
             if number == 2:  # the exchange has begun
-                assert time.monotonic() - began < 0.7
+                store.set("the other has passed the beginning of the exchange", "")
                 assert [describe(wait) for wait in waits] == ["the meeting of replicas"]  # what it posted
                 waits.clear()
-    assert world.rank or time.monotonic() - began > 0.7
     assert [(describe(wait), dist.get_process_group_ranks(wait.process_group)) for wait in waits] == [
         ("the meeting of replicas", [0, 1])
     ]
@@ -605,8 +597,6 @@ def test_changes_travel_encoded_and_replicas_agree(world: World, outer: Any) -> 
 
 
 class Scaled(nn.Module):
-    """Of the scalar each rank has all, beside different rows of the rest."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.scale = nn.Linear(6, 5), nn.Parameter(torch.tensor(0.7))
@@ -615,6 +605,7 @@ class Scaled(nn.Module):
         return self.linear(x) * self.scale
 
 
+@pytest.mark.slow
 @ranks(4)
 @pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 def test_all_ranks_agree_on_a_scalar(world: World, transport: str) -> None:

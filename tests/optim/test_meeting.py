@@ -38,7 +38,6 @@ def changed(fragment: ModelFragment, amount: float) -> None:
 
 
 def exchange_of(fragment: ModelFragment) -> ChangesExchange:
-    assert dist.group.WORLD is not None
     transport = select_transport(dist.group.WORLD, CPU).private
     exchange = ChangesExchange(fragment, transport, dist.group.WORLD, (0, 0))
     exchange.start(Lane(CPU))

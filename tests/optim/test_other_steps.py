@@ -17,14 +17,7 @@ from fullshard.optim import local_step, steps
 from fullshard.torch_private import local_of, make_dtensor, set_local, sharding_spec
 from tests.fully_shard.cases import inputs, local
 from tests.harness import World, ranks
-from tests.optim.cases import (
-    Pair,
-    Sign,
-    backward,
-    on_dtensors,
-    runs_on_local,
-    sharded,
-)
+from tests.optim.cases import Pair, Sign, backward, on_dtensors, runs_on_local, sharded
 
 # -- what is left alone ----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -12,19 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard.group import gradients
-from tests.harness import World, everywhere, ranks
-from tests.harness.compare import (
-    LIBRARIES,
-    Precision,
-    ShardFunction,
-    Training,
-    adamw,
-    compare,
-    each_block,
-    mean_square,
-    sgd,
-    whole,
-)
+from tests.harness import World, ranks
+from tests.harness.compare import Precision, ShardFunction, Training, compare, each_block, mean_square, whole
 from tests.harness.models import MLP, Branches, Transformer, random_batch, seeded, token_batch
 
 LAST = 2
@@ -32,7 +22,6 @@ LAST = 2
 
 
 def micro_batches(shard: ShardFunction, **changes: Any) -> Training:
-    """Training of the MLP with three micro-batches in each step."""
     defaults: dict[str, Any] = {
         "build": lambda: seeded(MLP),
         "shard": shard,
@@ -42,36 +31,34 @@ def micro_batches(shard: ShardFunction, **changes: Any) -> Training:
     return Training(**{**defaults, **changes})
 
 
-@ranks(1, 2, 3)
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
-def test_accumulated_without_communication(world: World, optimizer: Any) -> None:
-    def set_up(model: Any, micro: int) -> None:
-        model.set_requires_gradient_sync(micro == LAST)
+def kept_until_the_last(model: Any, micro: int) -> None:
+    for setter in ("requires_gradient_sync", "reshard_after_backward", "is_last_backward"):
+        getattr(model, f"set_{setter}")(micro == LAST)
 
-    compare(world, micro_batches(each_block(), optimizer=optimizer, set_up_micro=set_up))
+
+#: What is set before each micro-batch.
+SET_UPS: dict[str, Callable[[Any, int], object]] = {
+    "each": lambda model, micro: None,
+    "the last": lambda model, micro: model.set_requires_gradient_sync(micro == LAST),
+    "all but one": lambda model, micro: model.set_requires_gradient_sync(micro != 1),
+    "the last, kept": kept_until_the_last,
+    "a block, the last": lambda model, micro: model.blocks[1].set_requires_gradient_sync(micro == LAST, recurse=False),
+}
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("communicates", SET_UPS)
+def test_micro_batches(world: World, communicates: str) -> None:
+    compare(world, micro_batches(each_block(), set_up_micro=SET_UPS[communicates]))
 
 
 @ranks(2)
 @pytest.mark.parametrize("most_waiting", [0, 40, 1 << 20])
 def test_gradients_that_wait_for_one_another(world: World, most_waiting: int) -> None:
     """However many bytes of gradients wait before they are taken into the buffer together."""
-
-    def set_up(model: Any, micro: int) -> None:
-        model.set_requires_gradient_sync(micro == LAST)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradients, "MOST_WAITING", most_waiting)
-        compare(world, micro_batches(each_block(), set_up_micro=set_up))
-
-
-@ranks(2)
-def test_accumulated_without_communication_and_resharding(world: World) -> None:
-    def set_up(model: Any, micro: int) -> None:
-        model.set_requires_gradient_sync(micro == LAST)
-        model.set_reshard_after_backward(micro == LAST)
-        model.set_is_last_backward(micro == LAST)
-
-    compare(world, micro_batches(each_block(), set_up_micro=set_up))
+        compare(world, micro_batches(each_block(), set_up_micro=SET_UPS["the last"]))
 
 
 def _clear(model: Any, how: str) -> None:
@@ -154,36 +141,24 @@ def test_a_gradient_of_a_sharded_parameter_is_kept_while_another_waits(world: Wo
         reference.zero_grad()
 
 
-@ranks(2)
-def test_accumulated_after_communication(world: World) -> None:
-    compare(world, micro_batches(each_block()))
+def before_all_reduce(model: Any, micro: int) -> None:
+    model.set_requires_all_reduce(micro == LAST)
 
 
-@ranks(2)
-def test_some_micro_batches_communicate(world: World) -> None:
-    def set_up(model: Any, micro: int) -> None:
-        model.set_requires_gradient_sync(micro != 1)
-
-    compare(world, micro_batches(each_block(), set_up_micro=set_up))
+def before_both(model: Any, micro: int) -> None:
+    model.set_requires_gradient_sync(micro > 0)
+    model.set_requires_all_reduce(micro == LAST)
 
 
-@everywhere
-@ranks(2)
-def test_one_block_accumulates_and_the_others_communicate(world: World) -> None:
-    def set_up(model: Any, micro: int) -> None:
-        model.blocks[1].set_requires_gradient_sync(micro == LAST, recurse=False)
-
-    compare(world, micro_batches(each_block(), set_up_micro=set_up))
-
-
-@ranks(2)
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
-def test_hybrid_accumulated_before_all_reduce_on_two_ranks(world: World, shape: tuple[int, int]) -> None:
-    def set_up(model: Any, micro: int) -> None:
-        model.set_requires_all_reduce(micro == LAST)
-
-    mesh = world.mesh(*shape, names=("replicate", "shard"))
-    compare(world, micro_batches(each_block(mesh=mesh), set_up_micro=set_up))
+@ranks(2, 4)
+@pytest.mark.parametrize("replicas", [2, 1])
+@pytest.mark.parametrize("waits", [before_all_reduce, before_both])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_hybrid_micro_batches(world: World, replicas: int, waits: Any, param_dtype: torch.dtype | None) -> None:
+    precision = Precision(param_dtype, param_dtype and torch.float32)
+    mesh = world.mesh(replicas, world.size // replicas, names=("replicate", "shard"))
+    shard = each_block(mesh=mesh, precision=precision)
+    compare(world, micro_batches(shard, set_up_micro=waits, precision=precision))
 
 
 @ranks(2)
@@ -192,47 +167,23 @@ def test_hybrid_accumulated_where_the_last_micro_batch_leaves_a_block_out(world:
     def batch(seed: int) -> tuple[Tensor, ...]:
         return (*random_batch(4, 6)(seed), torch.tensor([1, int(seed % (LAST + 1) < LAST), 0]))
 
-    def set_up(model: Any, micro: int) -> None:
-        model.set_requires_all_reduce(micro == LAST)
-
     mesh = world.mesh(2, 1, names=("replicate", "shard"))
 
     def shard(fsdp: ModuleType, model: Any) -> None:
         fsdp.fully_shard(model, mesh=mesh) if as_one else each_block(mesh=mesh)(fsdp, model)
 
-    training = micro_batches(shard, build=lambda: seeded(Branches), batch=batch, set_up_micro=set_up)
+    training = micro_batches(shard, build=lambda: seeded(Branches), batch=batch, set_up_micro=before_all_reduce)
     compare(world, training, with_torch=False)
 
 
-@ranks(4)
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-def test_hybrid_accumulated_before_all_reduce(world: World, param_dtype: torch.dtype | None) -> None:
-    def set_up(model: Any, micro: int) -> None:
-        model.set_requires_all_reduce(micro == LAST)
-
-    precision = Precision(param_dtype, param_dtype and torch.float32)
-    mesh = world.mesh(2, 2, names=("replicate", "shard"))
-    shard = each_block(mesh=mesh, precision=precision)
-    compare(world, micro_batches(shard, set_up_micro=set_up, precision=precision))
-
-
-@everywhere
-@ranks(4)
-def test_hybrid_accumulated_in_both_ways(world: World) -> None:
-    def set_up(model: Any, micro: int) -> None:
-        model.set_requires_gradient_sync(micro > 0)
-        model.set_requires_all_reduce(micro == LAST)
-
-    mesh = world.mesh(2, 2, names=("replicate", "shard"))
-    compare(world, micro_batches(each_block(mesh=mesh), set_up_micro=set_up))
-
-
-@ranks(2, 3)
-@pytest.mark.parametrize("divisor", [1.0, 3.0, 8.0])
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("divisor", [1.0, 3.0])
 @pytest.mark.parametrize("sum_only", [False, True])
 def test_gradient_divide_factor(world: World, divisor: float, sum_only: bool) -> None:
+    mesh = world.mesh(2, world.size // 2, names=("replicate", "shard")) if world.size % 2 == 0 and sum_only else None
+
     def shard(fsdp: ModuleType, model: Any) -> None:
-        each_block()(fsdp, model)
+        each_block(mesh=mesh)(fsdp, model)
         for module in (*model.blocks, model):
             module.set_gradient_divide_factor(divisor)
             module.set_force_sum_reduction_for_comms(sum_only)
@@ -241,36 +192,15 @@ def test_gradient_divide_factor(world: World, divisor: float, sum_only: bool) ->
     compare(world, training, with_torch=sum_only)  # torch asks gloo for a reduction that gloo does not have
 
 
-@ranks(4)
-def test_gradient_divide_factor_of_a_hybrid_mesh(world: World) -> None:
-    def shard(fsdp: ModuleType, model: Any) -> None:
-        each_block(mesh=world.mesh(2, 2, names=("replicate", "shard")))(fsdp, model)
-        for module in (*model.blocks, model):
-            module.set_gradient_divide_factor(3.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-    compare(world, Training(build=lambda: seeded(MLP), shard=shard, batch=random_batch(4, 6), divisor=3.0))
-
-
-@ranks(1, 2, 3)
+@ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipped_gradients(world: World, norm_type: float) -> None:
     def clip(model: nn.Module) -> Tensor:
         return nn.utils.clip_grad_norm_(model.parameters(), 1e-2, norm_type)
 
-    training = Training(
-        build=lambda: seeded(Transformer), shard=each_block(), batch=token_batch(3, 5), after_backward=clip
-    )
-    compare(world, training)
-
-
-@ranks(4)
-def test_clipped_gradients_of_a_hybrid_mesh(world: World) -> None:
-    def clip(model: nn.Module) -> Tensor:
-        return nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
-
-    shard = each_block(mesh=world.mesh(2, 2, names=("replicate", "shard")))
-    compare(world, Training(build=lambda: seeded(MLP), shard=shard, batch=random_batch(4, 6), after_backward=clip))
+    mesh = world.mesh(2, 2, names=("replicate", "shard")) if world.size == 4 else None
+    shard, batch = each_block(mesh=mesh), token_batch(3, 5)
+    compare(world, Training(build=lambda: seeded(Transformer), shard=shard, batch=batch, after_backward=clip))
 
 
 @ranks(2)
@@ -290,18 +220,3 @@ def test_all_reduce_hook_sees_each_group_once_a_step(world: World) -> None:
     # What the hook does to the reduced gradients is what the optimizer gets: here half the divisor.
     compare(world, Training(build=lambda: seeded(MLP), shard=shard, batch=random_batch(4, 6), divisor=world.size / 2))
     assert len(calls) == 5 * 3
-
-
-@ranks(2)
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_gradients_are_kept_by_a_second_backward(world: World, library: str) -> None:
-    fsdp = LIBRARIES[library]
-    model = seeded(MLP)
-    each_block()(fsdp, model)
-    batch = random_batch(4, 6)(world.rank)
-    mean_square(model, batch).backward()
-    once = [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    mean_square(model, batch).backward()
-    for parameter, gradient in zip(model.parameters(), once, strict=True):
-        assert parameter.grad is not None
-        assert torch.equal(whole(parameter.grad), 2 * gradient)

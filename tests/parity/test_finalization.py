@@ -29,7 +29,6 @@ MICRO = 3
 
 
 def finalize(model: Any, async_op: bool) -> None:
-    """End a step of a sharded model; the unsharded one has nothing to end."""
     if hasattr(model, "finalize_backward"):
         model.set_requires_gradient_sync(True)
         handle = model.finalize_backward(async_op=async_op)
@@ -47,49 +46,32 @@ def by_hand(precision: Precision, **options: Any) -> Any:
     return shard
 
 
-def training(async_op: bool, precision: Precision | None = None, **options: Any) -> Training:
-    """Micro-batches without synchronization, and a finalization with it."""
-    return Training(
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("precision", [Precision(), Precision(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"])
+def test_one_reduction_after_several_backwards(
+    world: World, async_op: bool, reshard: bool, precision: Precision
+) -> None:
+    mesh = world.mesh(2, 2, names=("replicate", "shard")) if world.size == 4 else None
+    case = Training(
         build=partial(seeded, MLP),
-        shard=by_hand(precision or Precision(), **options),
+        shard=by_hand(precision, reshard_after_forward=reshard, mesh=mesh),
         batch=BATCH,
-        precision=precision or Precision(),
+        precision=precision,
         optimizer=adamw,
         micro_batches=MICRO,
         set_up_micro=lambda model, micro: model.set_requires_gradient_sync(False),
         after_backward=partial(finalize, async_op=async_op),
     )
-
-
-@ranks(1, 2)
-@pytest.mark.parametrize("async_op", [False, True])
-def test_one_reduction_after_several_backwards(world: World, async_op: bool) -> None:
-    compare(world, training(async_op), with_torch=IN_TORCH)
-
-
-@ranks(2)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_in_low_precision(world: World, reshard: bool) -> None:
-    precision = Precision(torch.bfloat16, torch.float32)
-    compare(world, training(True, precision, reshard_after_forward=reshard), with_torch=IN_TORCH)
-
-
-@ranks(4)
-@pytest.mark.parametrize("async_op", [False, True])
-def test_on_a_hybrid_mesh(world: World, async_op: bool) -> None:
-    mesh = world.mesh(2, 2, names=("replicate", "shard"))
-    compare(world, training(async_op, mesh=mesh), with_torch=IN_TORCH)
+    compare(world, case, with_torch=IN_TORCH)
 
 
 @ranks(1, 2)
 @pytest.mark.parametrize("async_op", [False, True])
 def test_one_backward_that_synchronizes(world: World, async_op: bool) -> None:
-    case = Training(
-        build=partial(seeded, MLP),
-        shard=by_hand(Precision()),
-        batch=BATCH,
-        after_backward=partial(finalize, async_op=async_op),
-    )
+    end = partial(finalize, async_op=async_op)
+    case = Training(build=partial(seeded, MLP), shard=by_hand(Precision()), batch=BATCH, after_backward=end)
     compare(world, case, with_torch=IN_TORCH)
 
 

@@ -6,7 +6,6 @@ fullshard alone is compared with unsharded training.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from types import ModuleType
@@ -49,7 +48,6 @@ def backward(world: World, model: Any, *, micro: int = 1) -> None:
 
 
 def seen_by_hook(model: Any) -> list[torch.dtype]:
-    """The dtypes of what is reduced from now on."""
     seen: list[torch.dtype] = []
     for module in (*model.blocks, model):
         module.set_all_reduce_hook(lambda output: seen.append(output.dtype))
@@ -178,12 +176,6 @@ def test_another_dtype_is_refused(world: World, library: str, said: Any) -> None
         fsdp.fully_shard(seeded(Scaled), mp_policy=policy)
 
 
-@pytest.mark.parametrize("library", OVERRIDING)
-def test_the_function_is_named(library: str) -> None:
-    with pytest.raises(TypeError):
-        LIBRARIES[library].MixedPrecisionPolicy(BF16, None, None, True, scales_stay)
-
-
 def test_what_is_no_function_is_refused() -> None:
     with pytest.raises(TypeError, match=r"param_dtype_override_fn is torch\.bfloat16"):
         fullshard.MixedPrecisionPolicy(param_dtype_override_fn=BF16)  # type: ignore[arg-type]
@@ -202,7 +194,6 @@ def test_ranks_that_choose_differently_are_told(world: World) -> None:
 
 
 def with_grad_dtype(chosen: Callable[[str], Any], build: Callable[[], nn.Module] = MLP) -> Any:
-    """A model of which some parameters have a `grad_dtype`: `chosen` says which, or "own"."""
     model = seeded(build)
     for name, parameter in model.named_parameters():
         if chosen(name) != "own":
@@ -344,50 +335,6 @@ def test_conversions_keep_what_was_chosen(world: World, library: str) -> None:
     assert model.blocks[0][0].bias.grad_dtype == torch.float64
     assert model.blocks[0][0].weight.grad.dtype == BF16, "a gradient is not converted either"
     assert torch.equal(whole(model.blocks[0][0].weight.grad), before)
-
-
-@ranks(2)
-@pytest.mark.parametrize("library", NEW)
-def test_a_conversion_before_the_first_forward(world: World, library: str) -> None:
-    model = with_grad_dtype(low_weights)
-    each_block()(LIBRARIES[library], model)
-    model.double()
-    parameters = dict(model.named_parameters())
-    mean_square(model, (BATCH(world.rank)[0].double(),)).backward()
-    for name, parameter in parameters.items():
-        assert parameter.grad.dtype == (BF16 if name.endswith("weight") else torch.float64)
-
-
-@ranks(2)
-@pytest.mark.parametrize("library", NEW)
-def test_a_parameter_that_is_loaded_in_the_place_of_another_inherits_it(world: World, library: str) -> None:
-    model = with_grad_dtype(low_weights)
-    each_block()(LIBRARIES[library], model)
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    old = model.blocks[0][0].weight
-    model.load_state_dict(state, assign=True)
-    assert model.blocks[0][0].weight is not old
-    assert model.blocks[0][0].weight.grad_dtype == BF16
-    parameters = dict(model.named_parameters())
-    backward(world, model)
-    for name, parameter in parameters.items():
-        assert parameter.grad.dtype == (BF16 if name.endswith("weight") else FP32), name
-
-
-@ranks(2)
-def test_copies_have_it_too(world: World) -> None:
-    model = with_grad_dtype(low_weights)
-    each_block()(fullshard, model)
-    parameters = list(model.parameters())
-    backward(world, model)
-    twin = copy.deepcopy(model)
-    copies = list(twin.parameters())
-    model.zero_grad()  # a copy has no gradients
-    assert [each.grad_dtype for each in copies] == [each.grad_dtype for each in parameters]
-    backward(world, model)
-    backward(world, twin)
-    for parameter, other in zip(parameters, copies, strict=True):
-        assert torch.equal(whole(parameter.grad), whole(other.grad))
 
 
 @ranks(2)

@@ -26,8 +26,6 @@ WIDTH = 4
 
 
 class Recurrent(nn.Module):
-    """Layers that keep a list of their weights."""
-
     def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
         super().__init__()
         self.cell = kind(WIDTH, WIDTH, batch_first=True, **options)
@@ -35,8 +33,7 @@ class Recurrent(nn.Module):
         self.last = nn.Linear(options.get("proj_size", WIDTH), 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.cell(x)[0])
-        return out
+        return self.last(self.cell(x)[0])
 
 
 class Keeps(nn.Module):
@@ -59,8 +56,6 @@ class Keeps(nn.Module):
 
 
 class KeepsDeeper(Keeps):
-    """The same with a deque in place of the list, in a tuple in a list."""
-
     hold = staticmethod(lambda weights: [("name", deque(weights))])
     held = staticmethod(lambda holder: holder[0][1])
 
@@ -112,8 +107,6 @@ def write(model: Any, reference: Any) -> Any:
 
 
 def fail(model: Any, reference: Any) -> Any:
-    """An error in the middle of a backward."""
-
     def raise_once(grad: Tensor) -> None:
         raise ArithmeticError
 
@@ -194,21 +187,16 @@ def test_a_tuple_of_parameters_is_refused(world: World) -> None:
 
 
 class Plain:
-    """An object with a weight."""
-
     def __init__(self, weight: Any) -> None:
         self.weight = weight
 
 
 @dataclass
 class Record:
-    """A dataclass with a weight."""
-
     weight: Any
 
 
 def unregistered(weight: Any) -> Any:
-    """A module with this weight, in a list, where no other module finds it."""
     linear = nn.Linear(WIDTH, WIDTH)
     linear.weight = weight
     return [linear]

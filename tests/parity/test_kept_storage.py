@@ -21,7 +21,6 @@ KEEPING = [name for name, library in LIBRARIES.items() if hasattr(library.FSDPMo
 
 
 def addresses(model: Any) -> list[int]:
-    """Where the unsharded parameters of each block lie, gathered one block at a time."""
     found = []
     for block in model.blocks:
         block.unshard()
@@ -34,10 +33,7 @@ def addresses(model: Any) -> list[int]:
 @pytest.mark.parametrize("library", KEEPING)
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 def test_addresses_stay_over_reshard_and_unshard(world: World, library: str, param_dtype: torch.dtype | None) -> None:
-    addresses_stay(LIBRARIES[library], param_dtype)
-
-
-def addresses_stay(fsdp: ModuleType, param_dtype: torch.dtype | None) -> None:
+    fsdp = LIBRARIES[library]
     model = shard_mlp(fsdp, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=param_dtype))
     model.set_keep_unsharded_storage(True)
     before = addresses(model)
@@ -110,16 +106,13 @@ def test_modules_inside_follow_only_if_asked(world: World) -> None:
 
 
 class Mixed(nn.Module):
-    """Parameters of two dtypes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.low = nn.Linear(6, 6, dtype=torch.bfloat16)
         self.high = nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.high(self.low(x.bfloat16()).float())
-        return output
+        return self.high(self.low(x.bfloat16()).float())
 
 
 @ranks(4)

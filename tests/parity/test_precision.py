@@ -34,14 +34,12 @@ from tests.harness.compare import (
     train_unsharded,
     whole,
 )
-from tests.harness.models import MLP, Transformer, random_batch, seeded, token_batch
+from tests.harness.models import MLP, random_batch, seeded
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-OPTIMIZERS = pytest.mark.parametrize("optimizer", [sgd, adamw])
 
 
 def training_with(precision: Precision, **changes: Any) -> Training:
-    """Training of the MLP with one policy for all groups."""
     defaults: dict[str, Any] = {
         "build": lambda: seeded(MLP),
         "shard": each_block(precision=precision),
@@ -51,26 +49,19 @@ def training_with(precision: Precision, **changes: Any) -> Training:
     return Training(**{**defaults, **changes})
 
 
-@ranks(1, 2, 3)
-@OPTIMIZERS
-def test_bf16_parameters_reduced_in_fp32(world: World, optimizer: Any) -> None:
-    compare(world, training_with(Precision(BF16, FP32), optimizer=optimizer))
+def reduce_after_the_last(model: Any, micro: int) -> None:
+    model.set_requires_gradient_sync(micro == 2)
 
 
-@everywhere
-@ranks(2)
-def test_bf16_transformer_reduced_in_fp32(world: World) -> None:
-    def build() -> nn.Module:
-        return seeded(Transformer)
-
-    compare(world, training_with(Precision(BF16, FP32), build=build, batch=token_batch(3, 5)))
-
-
-@ranks(4)
-def test_bf16_parameters_hybrid(world: World) -> None:
-    precision = Precision(BF16, FP32)
-    mesh = world.mesh(2, 2, names=("replicate", "shard"))
-    compare(world, training_with(precision, shard=each_block(precision=precision, mesh=mesh)))
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_bf16_parameters_reduced_in_fp32(world: World, optimizer: Any, micro_batches: int) -> None:
+    precision, changes = Precision(BF16, FP32), {"optimizer": optimizer}
+    if micro_batches > 1:
+        changes |= {"micro_batches": micro_batches, "set_up_micro": reduce_after_the_last}
+    mesh = world.mesh(2, 2, names=("replicate", "shard")) if world.size == 4 else None
+    compare(world, training_with(precision, shard=each_block(precision=precision, mesh=mesh), **changes))
 
 
 @ranks(2)
@@ -109,8 +100,6 @@ def test_output_dtype(world: World, output_dtype: torch.dtype) -> None:
 
 
 class CastsItself(MLP):
-    """An MLP that casts its input, and notes the dtype in which it arrived."""
-
     seen: torch.dtype | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,92 +148,36 @@ def test_a_policy_for_each_module(world: World) -> None:
     compare(world, training)
 
 
-@ranks(2)
-def test_bf16_accumulated_over_micro_batches_in_fp32(world: World) -> None:
-    compare(world, training_with(Precision(BF16, FP32), micro_batches=3, set_up_micro=reduce_after_the_last))
-
-
-def reduce_after_the_last(model: Any, micro: int) -> None:
-    """Communicate gradients after the last of three micro-batches only."""
-    model.set_requires_gradient_sync(micro == 2)
+def scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
 
 
 @ranks(2)
 @pytest.mark.parametrize("offloaded", [False, True])
-def test_fp16_parameters_reduced_in_fp32(world: World, offloaded: bool) -> None:
+@pytest.mark.parametrize("changes", [{}, {"scaler": scaler}], ids=["", "scaled"])
+def test_fp16_parameters_reduced_in_fp32(world: World, offloaded: bool, changes: dict[str, Any]) -> None:
     precision = Precision(FP16, FP32)
 
     def shard(fsdp: ModuleType, model: Any) -> None:
         offload = fsdp.CPUOffloadPolicy(pin_memory=False) if offloaded else fsdp.OffloadPolicy()
         each_block(precision=precision, offload_policy=offload)(fsdp, model)
 
-    compare(world, training_with(precision, shard=shard))
-
-
-@ranks(2)
-def test_scaled_gradients_of_fp16_parameters(world: World) -> None:
-    def scaler() -> torch.amp.GradScaler:
-        return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-
-    compare(world, training_with(Precision(FP16, FP32), scaler=scaler))
-
-
-@ranks(2)
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_overflow_on_one_rank_skips_the_step_on_all(world: World, library: str) -> None:
-    fsdp = LIBRARIES[library]
-    model = seeded(MLP)
-    each_block(precision=Precision(FP16, FP32))(fsdp, model)
-    optimizer = sgd(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    before = [whole(parameter) for parameter in model.parameters()]
-
-    loss = mean_square(model, random_batch(4, 6)(world.rank))
-    scaler.scale(loss * (1e6 if world.rank == 1 else 1.0)).backward()
-    scaler.step(optimizer)
-    scaler.update()
-
-    assert scaler.get_scale() == 2.0**9
-    assert all(torch.equal(whole(after), old) for after, old in zip(model.parameters(), before, strict=True))
-
-
-@ranks(2)
-@pytest.mark.parametrize("cache", [True, False])
-def test_autocast(world: World, cache: bool) -> None:
-    def loss(call: Call, batch: Batch) -> Tensor:
-        with torch.autocast("cpu", BF16, cache_enabled=cache):
-            output: Tensor = call(*batch)
-        return output.square().mean()
-
-    training = training_with(Precision(), loss=loss)
-    compare(world, training)
+    compare(world, training_with(precision, shard=shard, **changes))
 
 
 @everywhere
-@ranks(1, 2, 3)
-def test_large_gradients_in_fp16(world: World) -> None:
-    """Two gradients of 40,000 have a sum that fp16 cannot hold, and a mean that it can."""
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_large_gradients_in_fp16(world: World, shards: int) -> None:
+    """Two gradients of 40,000 have a sum that fp16 cannot hold, and a mean that it can: over shards and replicas."""
     model = nn.Linear(1, 8, bias=False)
-    fullshard.fully_shard(model, mp_policy=fullshard.MixedPrecisionPolicy(reduce_dtype=FP16))
-    (model(torch.ones(1, 1)) * 40_000).sum().backward()
-    assert torch.equal(whole(model.weight.grad), torch.full((8, 1), 40_000.0))
-
-
-@everywhere
-@ranks(4)
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
-def test_large_gradients_in_fp16_between_replicas(world: World, shape: tuple[int, int]) -> None:
-    """The sum over shards and the sum over replicas both stay below what fp16 can hold."""
-    model = nn.Linear(1, 8, bias=False)
-    mesh = world.mesh(*shape, names=("replicate", "shard"))
+    mesh = world.mesh(4 // shards, shards, names=("replicate", "shard")) if world.size == 4 else None
     fullshard.fully_shard(model, mesh=mesh, mp_policy=fullshard.MixedPrecisionPolicy(reduce_dtype=FP16))
     (model(torch.ones(1, 1)) * 40_000).sum().backward()
     assert torch.equal(whole(model.weight.grad), torch.full((8, 1), 40_000.0))
 
 
 class Spectral(nn.Module):
-    """A filter with complex weights between real layers."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         real = torch.float64 if dtype == torch.complex128 else torch.float32
@@ -254,8 +187,7 @@ class Spectral(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         frequencies = torch.fft.rfft(self.before(x.to(self.before.weight.dtype))) * self.filter
-        mixed: Tensor = self.after((frequencies @ self.mixing).abs().narrow(-1, 0, 5).to(self.after.weight.dtype))
-        return mixed
+        return self.after((frequencies @ self.mixing).abs().narrow(-1, 0, 5).to(self.after.weight.dtype))
 
 
 @ranks(2, 3)

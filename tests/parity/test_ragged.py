@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fullshard import Ragged
-from tests.harness import World, everywhere, ranks
+from tests.harness import World, ranks
 from tests.harness.compare import Batch, Precision, Training, adamw, compare, each_block, sgd
 from tests.harness.models import MLP, Branches, Transformer, random_batch, seeded, token_batch
 
@@ -19,14 +19,12 @@ WHOLE, ROWS, BLOCK = Ragged(), Ragged(rows=2), Ragged(block=6)
 
 
 def ragged(placement: Ragged, **options: Any) -> Any:
-    """Shards each block, with its matrices ragged and the rest even."""
     return each_block(shard_placement_fn=lambda param: placement if param.ndim > 1 else None, **options)
 
 
 check = partial(compare, with_torch=False)
 
 
-@everywhere
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("placement", [WHOLE, ROWS, BLOCK, Ragged(tile=(3, 2))], ids=str)
 def test_mlp(world: World, placement: Ragged) -> None:
@@ -35,7 +33,6 @@ def test_mlp(world: World, placement: Ragged) -> None:
     )
 
 
-@everywhere
 @ranks(2, 3)
 @pytest.mark.parametrize("placement", [WHOLE, ROWS], ids=str)
 def test_a_transformer_with_tied_and_frozen_weights(world: World, placement: Ragged) -> None:
@@ -47,7 +44,6 @@ def test_a_transformer_with_tied_and_frozen_weights(world: World, placement: Rag
     check(world, Training(build=build, shard=ragged(placement), batch=token_batch(3, 5), optimizer=sgd, steps=2))
 
 
-@everywhere
 @ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_stages(world: World, stage: int) -> None:
@@ -63,7 +59,6 @@ def test_stages(world: World, stage: int) -> None:
     )
 
 
-@everywhere
 @ranks(2)
 def test_bfloat16(world: World) -> None:
     precision = Precision(torch.bfloat16, torch.float32)
@@ -71,7 +66,6 @@ def test_bfloat16(world: World) -> None:
     check(world, Training(build=lambda: seeded(MLP), shard=shard, batch=random_batch(4, 6), precision=precision))
 
 
-@everywhere
 @ranks(2)
 def test_branches_of_which_some_are_unused(world: World) -> None:
     def batch(seed: int) -> Batch:

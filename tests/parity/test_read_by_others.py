@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fullshard
 from tests.harness import World, ranks
-from tests.harness.compare import Batch, Call, Precision, compare, mean_square
+from tests.harness.compare import Batch, Call, compare, mean_square
 from tests.harness.models import random_batch, seeded
 from tests.harness.wrapper import ORIGINAL, STRATEGIES, no_sync_before, training, wrap
 
@@ -34,16 +34,13 @@ class Attends(nn.Module):
 
 
 class Reads(nn.Module):
-    """Computes with the weight of a module by itself, in one of two places."""
-
     def __init__(self) -> None:
         super().__init__()
         self.read, self.run = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.linear(x, self.read.weight, self.read.bias).tanh()
-        out: Tensor = self.run(x) + F.linear(x, self.run.weight)
-        return out
+        return self.run(x) + F.linear(x, self.run.weight)
 
 
 class Blocks(nn.Module):
@@ -52,8 +49,7 @@ class Blocks(nn.Module):
         self.blocks = nn.Sequential(kind(), kind())
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.blocks(x)
-        return out
+        return self.blocks(x)
 
 
 @ranks(2, 3)
@@ -88,7 +84,6 @@ def test_projections_of_attention_sharded_apart(world: World, around: bool, resh
 
 
 def with_decay(call: Call, batch: Batch) -> Tensor:
-    """A loss that reads parameters itself; all ranks add the same to it."""
     model: Any = call
     return mean_square(call, batch) + 0.01 * sum(param.square().sum() for param in model.parameters())
 
@@ -132,19 +127,6 @@ def test_parameters_that_only_modules_outside_of_any_wrapper_read_are_an_error(w
     attention.out_proj = wrap(fullshard, attention.out_proj, strategy="NO_SHARD")
     with pytest.raises(RuntimeError, match=r"parameter '(weight|bias)'.*wrap the module that reads"):
         model(random_batch(4, WIDTH)(world.rank)[0]).sum().backward()
-
-
-@ranks(2)
-def test_projections_of_attention_in_low_precision(world: World) -> None:
-    precision = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-    def shard(fsdp: ModuleType, model: Any) -> Any:
-        for block in model.blocks:
-            block.attention.out_proj = wrap(fsdp, block.attention.out_proj, strategy="NO_SHARD", precision=precision)
-        return wrap(fsdp, model, strategy="NO_SHARD", precision=precision)
-
-    build = lambda: seeded(lambda: Blocks(Attends))  # noqa: E731
-    compare(world, training(shard, build=build, batch=random_batch(4, WIDTH), precision=precision), with_torch=False)
 
 
 @ranks(2)

@@ -81,7 +81,6 @@ def test_some_parameters_over_another_mesh(world: World, param_dtype: torch.dtyp
 
 
 def distribute(model: nn.Module, mesh: DeviceMesh, batch: list[Any]) -> None:
-    """Put all parameters on a full mesh, replicated, and let the model take and return local tensors."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             everywhere = distribute_tensor(parameter.detach(), mesh, [Replicate()] * mesh.ndim)
@@ -97,51 +96,29 @@ def distribute(model: nn.Module, mesh: DeviceMesh, batch: list[Any]) -> None:
     model.register_forward_hook(to_local)
 
 
-@ranks(4)
+#: The dims of a full mesh of which each parameter is replicated over all, and how batches are cut.
+DIMS: dict[str, tuple[dict[str, str], list[Any]]] = {
+    "shard": ({"shard": "data"}, [Shard(0), Replicate()]),
+    "shard and replicate": ({"shard": "data", "replicate": "other"}, [Shard(0), Shard(0)]),
+    "replicate": ({"replicate": "data"}, [Shard(0)]),
+    "all shard": ({"shard": "data"}, [Shard(0)]),
+}
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("kind", DIMS)
 @pytest.mark.parametrize("reshard", [True, False])
-def test_shard_dim_of_a_full_mesh(world: World, reshard: bool) -> None:
-    mesh = world.mesh(2, 2, names=("data", "other"))
+def test_dims_of_a_full_mesh(world: World, kind: str, reshard: bool) -> None:
+    dims, batch = DIMS[kind]
+    shape = (2, world.size // 2) if len(batch) == 2 else (world.size,)
+    mesh = world.mesh(*shape, names=("data", "other")[: len(shape)])
+    rests = kind == "all shard" and world.size == 4 and reshard  # on a smaller mesh
 
     def shard(fsdp: ModuleType, model: Any) -> None:
-        distribute(model, mesh, [Shard(0), Replicate()])
-        dims = fsdp.DataParallelMeshDims(shard="data")
-        each_block(mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=reshard)(fsdp, model)
+        distribute(model, mesh, batch)
+        after = None if "shard" not in dims else 2 if rests else reshard
+        each_block(mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(**dims), reshard_after_forward=after)(fsdp, model)
 
     training = Training(build=partial(seeded, MLP), shard=shard, batch=random_batch(4, 6))
-    compare(world, training, data_parallel=(mesh.get_local_rank("data"), 2))
-
-
-@ranks(4)
-def test_shard_and_replicate_dims_of_a_full_mesh(world: World) -> None:
-    mesh = world.mesh(2, 2, names=("replicate", "data"))
-
-    def shard(fsdp: ModuleType, model: Any) -> None:
-        distribute(model, mesh, [Shard(0), Shard(0)])
-        dims = fsdp.DataParallelMeshDims(shard="data", replicate="replicate")
-        each_block(mesh=mesh, dp_mesh_dims=dims)(fsdp, model)
-
-    compare(world, Training(build=partial(seeded, MLP), shard=shard, batch=random_batch(4, 6)))
-
-
-@ranks(2)
-def test_replicate_dim_of_a_full_mesh(world: World) -> None:
-    mesh = world.mesh(2, names=("replicate",))
-
-    def shard(fsdp: ModuleType, model: Any) -> None:
-        distribute(model, mesh, [Shard(0)])
-        each_block(mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(replicate="replicate"))(fsdp, model)
-
-    compare(world, Training(build=partial(seeded, MLP), shard=shard, batch=random_batch(4, 6)))
-
-
-@ranks(4)
-def test_full_mesh_resharded_to_a_smaller_group(world: World) -> None:
-    mesh = world.mesh(4, names=("data",))
-
-    def shard(fsdp: ModuleType, model: Any) -> None:
-        distribute(model, mesh, [Shard(0)])
-        dims = fsdp.DataParallelMeshDims(shard="data")
-        each_block(mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=2)(fsdp, model)
-
-    training = Training(build=partial(seeded, MLP), shard=shard, batch=random_batch(4, 6))
-    compare(world, training, with_torch=False)
+    place = (mesh.get_local_rank("data"), 2) if Replicate() in batch else None
+    compare(world, training, data_parallel=place, with_torch=kind != "all shard")

@@ -1,45 +1,70 @@
-"""Parity of the ZeRO stages: each trains as the unsharded model does, on every transport."""
+"""Parity of the ZeRO stages, of a model and of its replicas: each trains as the unsharded model does."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fullshard
 from fullshard.buffer import plan
-from tests.harness import World, everywhere, ranks
-from tests.harness.compare import Precision, Training, adamw, compare, each_block, sgd, whole
-from tests.harness.models import MLP, Branches, OddParameters, Transformer, random_batch, seeded, token_batch
+from tests.harness import World, ranks
+from tests.harness.compare import Precision, Training, adamw, compare, each_block, whole
+from tests.harness.models import MLP, Branches, OddParameters, random_batch, seeded
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+#: With `outer` replicas shard the optimizer state, which is `outer_zero_stage=1`.
+STAGES = ["0", "1", "2", "3", "outer 1", "outer 2", "outer 3"]
 LAST = 2
 """The last of three micro-batches, the one after which gradients are complete."""
 
 
-def stage_of(stage: int, **changes: Any) -> Training:
-    """Training of the MLP in a stage."""
-    precision = changes.get("precision")
-    defaults: dict[str, Any] = {
-        "build": lambda: seeded(MLP),
-        "shard": each_block(zero_stage=stage, precision=precision, **changes.pop("options", {})),
-        "batch": random_batch(4, 6),
-    }
-    return Training(**{**defaults, **changes})
+def mesh_of(world: World, replicas: int = 0) -> Any:
+    """A mesh of two shards on four ranks, and otherwise of replicas alone, unless `replicas` says their number."""
+    replicas = replicas or (2 if world.size == 4 else world.size)
+    return world.mesh(replicas, world.size // replicas, names=("replicate", "shard"))
 
 
-def check(world: World, training: Training) -> None:
-    compare(world, training, with_torch=False)
+def options_of(world: World, stage: str) -> dict[str, Any]:
+    outer = {"mesh": mesh_of(world), "outer_zero_stage": 1} if stage.startswith("outer") else {}
+    return {"zero_stage": int(stage[-1]), **outer}
+
+
+def check(world: World, stage: str, options: dict[str, Any] | None = None, **changes: Any) -> None:
+    options = {**options_of(world, stage), **(options or {})}
+    shard = each_block(precision=changes.get("precision"), **options)
+    defaults: dict[str, Any] = {"build": lambda: seeded(MLP), "shard": shard, "batch": random_batch(4, 6)}
+    compare(world, Training(**{**defaults, **changes}), with_torch=False)
+
+
+def sharded(world: World, stage: str, build: Any = MLP) -> Any:
+    model = seeded(build)
+    each_block(**options_of(world, stage))(fullshard, model)
+    return model
+
+
+def by_last_dim(param: nn.Parameter) -> Shard:
+    return Shard(param.ndim - 1)
+
+
+def reducing_each(model: Any, micro: int) -> None:
+    """Every micro-batch is reduced, which is what happens unasked."""
 
 
 def accumulating(model: Any, micro: int) -> None:
     model.set_requires_gradient_sync(micro == LAST)
+
+
+def inside_replicas(model: Any, micro: int) -> None:
+    model.set_requires_all_reduce(micro == LAST)
 
 
 @contextmanager
@@ -52,65 +77,81 @@ def every_parameter_is_large() -> Iterator[None]:
     plan._make_plan.cache_clear()
 
 
-@everywhere
-@ranks(1, 2, 3)
-@STAGES
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
-def test_stages(world: World, stage: int, optimizer: Any) -> None:
-    check(world, stage_of(stage, optimizer=optimizer))
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("stage", STAGES)
+def test_stages(world: World, stage: str) -> None:
+    check(world, stage, optimizer=adamw)
 
 
-@everywhere
+@ranks(2, 4)
+@pytest.mark.parametrize("set_up", [accumulating, inside_replicas, reducing_each])
+@pytest.mark.parametrize("stage", STAGES)
+def test_micro_batches(world: World, stage: str, set_up: Any) -> None:
+    check(world, stage, micro_batches=LAST + 1, set_up_micro=set_up)
+
+
+class TwoDtypes(nn.Module):
+    """One group with parameters of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(6, 5), nn.Linear(5, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.wide(self.narrow(x).double())
+        return y.float()
+
+
 @ranks(2)
-@STAGES
-def test_micro_batches(world: World, stage: int) -> None:
-    check(world, stage_of(stage, micro_batches=LAST + 1, set_up_micro=accumulating))
-    check(world, stage_of(stage, micro_batches=LAST + 1))
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_micro_batches_of_parameters_of_two_dtypes(world: World, replicas: int) -> None:
+    shard = partial(fullshard.fully_shard, mesh=mesh_of(world, replicas), outer_zero_stage=1)
+    changes = {"build": partial(seeded, TwoDtypes), "shard": lambda fsdp, model: shard(model)}
+    check(world, "outer 3", **changes, micro_batches=LAST + 1, set_up_micro=inside_replicas)
 
 
-@everywhere
-@ranks(2, 3)
+@ranks(2)
+@pytest.mark.parametrize("precision", [Precision(torch.bfloat16, torch.float32), Precision(torch.bfloat16)])
+def test_mixed_precision(world: World, precision: Precision) -> None:
+    check(world, "outer 3", precision=precision)
+
+
+@ranks(2)
 @pytest.mark.parametrize("precision", [Precision(), Precision(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"])
-def test_gradients_are_added_up_where_autograd_made_them(world: World, precision: Precision) -> None:
+@pytest.mark.parametrize("set_up", [accumulating, inside_replicas, reducing_each])
+def test_gradients_are_added_up_where_autograd_made_them(world: World, precision: Precision, set_up: Any) -> None:
+    """With `inside_replicas`, sums over one rank are kept beside them."""
     with every_parameter_is_large():
-        for micro_batches, set_up in ((1, lambda model, micro: None), (LAST + 1, accumulating)):
-            changes = {"micro_batches": micro_batches, "set_up_micro": set_up, "precision": precision}
-            check(world, stage_of(0, **changes))
-        check(world, stage_of(0, build=lambda: seeded(OddParameters), batch=random_batch(4, 6)))
+        check(world, "0", micro_batches=LAST + 1, set_up_micro=set_up, precision=precision)
+        check(world, "0", build=lambda: seeded(OddParameters))
 
 
 @ranks(2)
-@STAGES
-def test_transformers_with_tied_weights(world: World, stage: int) -> None:
-    tokens = {"batch": token_batch(2, 5), "loss": lambda call, batch: call(*batch).square().mean()}
-    check(world, stage_of(stage, build=lambda: seeded(Transformer), **tokens))
+@pytest.mark.parametrize("stage", ["0", "1", "outer 3"])
+def test_offloaded_parameters(world: World, stage: str) -> None:
+    check(world, stage, options={"offload_policy": fullshard.CPUOffloadPolicy()})
+
+
+@ranks(4)
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        ("outer 3", {"reshard_after_forward": 2}),
+        ("outer 3", {"shard_placement_fn": by_last_dim}),
+        ("0", {"mesh": (2, 2)}),
+    ],
+    ids=["smaller mesh", "last dim", "stage 0 of two dims"],
+)
+def test_other_placements(world: World, stage: str, options: dict[str, Any]) -> None:
+    check(world, stage, options={"mesh": mesh_of(world)} if "mesh" in options else options)
 
 
 @ranks(2)
-@pytest.mark.parametrize("stage", [0, 1])
-def test_offloaded_parameters(world: World, stage: int) -> None:
-    check(world, stage_of(stage, options={"offload_policy": fullshard.CPUOffloadPolicy()}))
-
-
-@everywhere
-@ranks(2)
-def test_replicas_that_add_up_some_micro_batches_only(world: World) -> None:
-    """Sums over one rank are kept beside gradients that are to be added up where autograd made them."""
-
-    def set_up(model: Any, micro: int) -> None:
-        model.set_requires_all_reduce(micro == LAST)
-
-    with every_parameter_is_large():
-        check(world, stage_of(0, micro_batches=LAST + 1, set_up_micro=set_up))
-
-
-@ranks(2)
-@STAGES
-def test_parameters_are_dtensors_between_steps(world: World, stage: int) -> None:
-    model: Any = seeded(MLP)
-    each_block(zero_stage=stage)(fullshard, model)
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
+def test_parameters_are_dtensors_between_steps(world: World, stage: str) -> None:
+    model = sharded(world, stage)
     model(torch.ones(2, 6)).sum().backward()
-    placement = Replicate() if stage == 0 else Shard(0)
+    placement = Replicate() if stage == "0" else Shard(0)
     for param in model.parameters():
         assert isinstance(param, DTensor)
         assert param.placements == (placement,)
@@ -121,11 +162,26 @@ def test_parameters_are_dtensors_between_steps(world: World, stage: int) -> None
     assert all(isinstance(param, DTensor) for param in model.parameters()), "also where the next forward reuses values"
 
 
+@ranks(4)
+def test_every_rank_has_a_part_of_the_parameters_and_the_state(world: World) -> None:
+    model, plain = sharded(world, "outer 3"), seeded(MLP)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor)
+        assert param.placements == (Shard(0), Shard(0))
+        assert param.device_mesh.mesh_dim_names == ("shard", "replicate")
+        largest = plain.get_parameter(name).chunk(2)[0].chunk(2)[0]  # the replicas cut the shards again
+        assert param.to_local().shape[0] <= len(largest)
+        assert param.grad.to_local().shape == param.to_local().shape
+        assert optimizer.state[param]["exp_avg"].to_local().shape == param.to_local().shape
+
+
 @ranks(2)
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_step_gathers_once_for_all_micro_batches(world: World, stage: int) -> None:
-    model: Any = seeded(MLP)
-    each_block(zero_stage=stage)(fullshard, model)
+@pytest.mark.parametrize("stage", ["0", "1"])
+def test_a_step_gathers_once_for_all_micro_batches(world: World, stage: str) -> None:
+    model = sharded(world, stage)
     optimizer, gathers = torch.optim.SGD(model.parameters(), lr=0.1), list[str]()
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
@@ -136,13 +192,12 @@ def test_a_step_gathers_once_for_all_micro_batches(world: World, stage: int) -> 
         model(torch.ones(2, 6)).sum().backward()
     groups = len(model.blocks) + 1
     moved = fullshard.explain(model).facts.groups[0].transport != "shm"
-    assert len(gathers) == (groups if stage == 1 and moved else 0)
+    assert len(gathers) == (groups if stage == "1" and moved else 0)
 
 
 @ranks(2)
 def test_what_autograd_saved_of_a_replica_is_not_read_after_a_step(world: World) -> None:
-    model: Any = seeded(MLP)
-    each_block(zero_stage=0)(fullshard, model)
+    model = sharded(world, "0")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 6)).sum().backward()
     loss = model(torch.ones(2, 6)).sum()
@@ -152,29 +207,57 @@ def test_what_autograd_saved_of_a_replica_is_not_read_after_a_step(world: World)
 
 
 @ranks(2)
-@pytest.mark.parametrize("saved", [0, 1, 3])
-@pytest.mark.parametrize("loaded", [0, 1, 3])
-def test_a_checkpoint_of_one_stage_is_loaded_in_another(world: World, saved: int, loaded: int, tmp_path: Path) -> None:
-    def trained(stage: int, steps: int) -> tuple[Any, torch.optim.Optimizer]:
-        model: Any = seeded(MLP)
-        each_block(zero_stage=stage)(fullshard, model)
-        optimizer = adamw(model.parameters())
-        for _ in range(steps):
-            model(torch.ones(2, 6)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model, optimizer
-
-    model, optimizer = trained(saved, 2)
-    fullshard.checkpoint.save(tmp_path, model, optimizer, step=2)
-    other, its_optimizer = trained(loaded, 0)
-    assert fullshard.checkpoint.load(tmp_path, other, its_optimizer) is not None
-    for each in (model, other):
-        chosen = optimizer if each is model else its_optimizer
-        each(torch.ones(2, 6)).sum().backward()
-        chosen.step()
+def test_full_parameters_copies_and_state_dicts(world: World) -> None:
+    model = sharded(world, "outer 3")
+    with fullshard.summon_full_params(model), torch.no_grad():
+        model.blocks[0][0].weight[-1].fill_(7.0)
+    twin = copy.deepcopy(model)
+    assert bool((whole(twin.blocks[0][0].weight)[-1] == 7).all())
+    other = sharded(world, "outer 3")
+    other.load_state_dict(twin.state_dict())
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(whole(one), whole(two))
+    model(torch.ones(2, 6)).sum().backward()
+    with fullshard.summon_full_params(model, with_grads=True):
+        full = [param.grad.clone() for param in model.parameters()]
+    for one, grad in zip(model.parameters(), full, strict=True):
+        assert torch.equal(whole(one.grad), grad)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize(("saved", "loaded"), [("0", "1"), ("1", "3"), ("3", "0"), ("outer 3", "3"), ("3", "outer 3")])
+def test_a_checkpoint_of_one_stage_is_loaded_in_another(world: World, saved: str, loaded: str, tmp_path: Path) -> None:
+    models = [sharded(world, stage) for stage in (saved, loaded)]
+    optimizers = [adamw(model.parameters()) for model in models]
+
+    def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        train(models[0], optimizers[0])
+    fullshard.checkpoint.save(tmp_path, models[0], optimizers[0], step=2)
+    assert fullshard.checkpoint.load(tmp_path, models[1], optimizers[1]) is not None
+    for each in zip(models, optimizers, strict=True):
+        train(*each)
+    for one, two in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(whole(one), whole(two))
+
+
+@ranks(2)
+def test_models_on_meta(world: World) -> None:
+    with torch.device("meta"):
+        model: Any = MLP()
+    each_block(mesh=mesh_of(world, 2), outer_zero_stage=1)(fullshard, model)
+    with pytest.raises(RuntimeError, match="meta"):
+        model(torch.ones(2, 6))
+    model.reset_iter_state()
+    model.to_empty(device="cpu")
+    plain = seeded(MLP)
+    values = plain.state_dict()
+    set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True))
+    torch.testing.assert_close(model(torch.ones(2, 6)), plain(torch.ones(2, 6)))
 
 
 @ranks(2)
@@ -197,10 +280,9 @@ def test_hooks_that_come_after_a_step_get_the_gradients_of_the_next(world: World
 
 @ranks(2)
 def test_an_optimizer_that_sums_over_matrices_steps_on_replicas(world: World) -> None:
-    check(world, stage_of(0, optimizer=lambda parameters: torch.optim.Adafactor(parameters, lr=0.05)))
+    check(world, "0", optimizer=lambda parameters: torch.optim.Adafactor(parameters, lr=0.05))
 
 
-@everywhere
 @ranks(2)
 def test_replicas_with_gradients_of_different_parameters_say_so(world: World) -> None:
     model: Any = seeded(Branches)
@@ -229,7 +311,25 @@ def test_stages_that_do_not_exist_or_reshard(world: World) -> None:
             fullshard.fully_shard(nn.Linear(2, 2), zero_stage=1, reshard_after_forward=after_forward)
 
 
-@ranks(4)
-def test_a_mesh_of_two_dims_only_replicates_in_stage_0(world: World) -> None:
-    mesh = world.mesh(2, 2, names=("replicate", "shard"))
-    check(world, stage_of(0, options={"mesh": mesh}))
+@ranks(2)
+def test_what_an_outer_stage_cannot_work_with_is_refused_by_name(world: World) -> None:
+    flat = world.mesh(2, names=("shard",))
+    both = mesh_of(world, 2)
+    with pytest.raises(ValueError, match=r"outer_zero_stage is .*expected 0 or 1"):
+        fullshard.fully_shard(nn.Linear(2, 2), mesh=both, outer_zero_stage=2)
+    with pytest.raises(TypeError, match="outer_zero_stage"):
+        fullshard.fully_shard(nn.Linear(2, 2), mesh=both, outer_zero_stage=True)
+    with pytest.raises(ValueError, match=r"outer_zero_stage=1 .*needs a 2-D mesh.* only shards"):
+        fullshard.fully_shard(nn.Linear(2, 2), mesh=flat, outer_zero_stage=1)
+    with pytest.raises(ValueError, match=r"outer_zero_stage=1 .* only replicates"):
+        fullshard.fully_shard(nn.Linear(2, 2), mesh=both, zero_stage=0, outer_zero_stage=1)
+    with pytest.raises(ValueError, match=r"parameter 'weight' is Ragged.*: use outer_zero_stage=0"):
+        fullshard.fully_shard(
+            nn.Linear(2, 2), mesh=both, outer_zero_stage=1, shard_placement_fn=lambda param: fullshard.Ragged()
+        )
+
+
+@ranks(2)
+def test_ranks_that_disagree_are_told_so(world: World) -> None:
+    with pytest.raises(ValueError, match=r"has outer_zero_stage=. where rank"):
+        fullshard.fully_shard(nn.Linear(2, 2), mesh=mesh_of(world, 2), outer_zero_stage=world.rank)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import distribute_tensor
 import fullshard
 from fullshard.group.full_buffer import RELEASED
 from tests.fully_shard.cases import Twins, assert_close, inputs
-from tests.harness import World, everywhere, ranks
+from tests.harness import World, ranks
 from tests.harness.models import seeded
 
 WIDTH = 6
@@ -32,30 +32,23 @@ class Box:
 
 
 class Plain(nn.Module):
-    """A block that takes and returns a tensor."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
 
     def compute(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.tanh(self.up(x)))
-        return out
+        return x + self.down(torch.tanh(self.up(x)))
 
     def forward(self, x: Any) -> Any:
         return self.compute(x)
 
 
 class Boxed(Plain):
-    """The same with the tensor in an attribute of a plain object."""
-
     def forward(self, x: Any) -> Any:
         return Box(self.compute(x.content if isinstance(x, Box) else x))
 
 
 class InSet(Plain):
-    """The same with the tensor in a set."""
-
     def forward(self, x: Any) -> Any:
         return {self.compute(next(iter(x)) if isinstance(x, set) else x)}
 
@@ -128,7 +121,6 @@ def train(world: World, loss: Callable[[Any, Tensor], Tensor], **options: Any) -
         pair.step(loss=loss)
 
 
-@everywhere
 @ranks(1, 2)
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
 @pytest.mark.parametrize("loss", [penalty, whole_step])
@@ -145,8 +137,7 @@ class Tokens(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.relu(self.block(x + self.embedding(torch.arange(len(x)) % 3))))
-        return y
+        return self.head(self.relu(self.block(x + self.embedding(torch.arange(len(x)) % 3))))
 
 
 def penalty_of_inputs(model: Any, x: Tensor) -> Tensor:
@@ -156,7 +147,6 @@ def penalty_of_inputs(model: Any, x: Tensor) -> Tensor:
     return score + (grad.norm(2, dim=1) - 1).square().mean()
 
 
-@everywhere
 @ranks(1, 2)
 def test_a_penalty_through_a_later_module_of_a_list(world: World) -> None:
     model, reference = seeded(Tokens), seeded(Tokens)
@@ -178,10 +168,6 @@ def test_blocks_hand_on_what_no_hook_can_replace(world: World, kind: type[Plain]
 @ranks(2)
 @pytest.mark.parametrize("original", [True, False], ids=["original", "flat"])
 def test_a_penalty_in_the_wrapper(world: World, original: bool) -> None:
-    penalty_in_the_wrapper(world, original)
-
-
-def penalty_in_the_wrapper(world: World, original: bool) -> None:
     game, reference = (seeded(Game) for _ in range(2))
     wrap(game, original)
     optimizers = [torch.optim.SGD(model.generator.parameters(), lr=0.1) for model in (game, reference)]
@@ -209,10 +195,6 @@ class Leaks(Plain):
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
 def test_what_cannot_be_known_is_refused_and_not_read(world: World, frozen: bool) -> None:
     """The gradient enters the block where no hook is. Memory that ranks share is right at any time of a pass."""
-    refused_and_not_read(frozen)
-
-
-def refused_and_not_read(frozen: bool) -> None:
     block = Leaks().requires_grad_(not frozen)
     fullshard.fully_shard(block, reshard_after_forward=True)
     x = inputs(width=WIDTH).requires_grad_()
@@ -275,7 +257,6 @@ def test_a_replaced_parameter_is_gathered_by_hand(world: World) -> None:
 
 
 def split(model: nn.Module, like: nn.Module) -> dict[str, Any]:
-    """The values of a whole model, as a state dict of a sharded one has them."""
     placed = like.state_dict()
     return {
         name: distribute_tensor(value, placed[name].device_mesh, placed[name].placements)

@@ -33,7 +33,7 @@ from tests.harness.compare import (
     each_block,
     train_sharded,
 )
-from tests.harness.models import MLP, Branches, OddParameters, Transformer, random_batch, seeded, token_batch
+from tests.harness.models import MLP, Branches, OddParameters, random_batch, seeded
 
 EXACT = WirePolicy()
 INT8 = WirePolicy(gather="int8", reduce="int8", block=16, min_numel=30)
@@ -188,11 +188,33 @@ def test_training_is_the_same_as_with_what_arrives(world: World, transport: str,
     check(world, transport, POLICIES[name])
 
 
+def with_a_frozen_block() -> MLP:
+    model = seeded(MLP)
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+def branches(seed: int) -> tuple[Tensor, Tensor]:
+    """A batch that uses one branch in even steps and the other in odd ones, on both ranks."""
+    (x,) = random_batch(4, 6)(seed)
+    return x, torch.tensor([seed // 2 % 2, 1 - seed // 2 % 2])
+
+
+CASES: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"options": {"zero_stage": stage}, "optimizer": adamw} for stage in (1, 2)},
+    "micro-batches": {"micro_batches": LAST + 1, "set_up_micro": accumulating},
+    "offloaded": {"options": {"offload_policy": fullshard.CPUOffloadPolicy()}},
+    "scalars and gaps": {"build": lambda: seeded(lambda: OddParameters(non_contiguous=False))},
+    "frozen": {"build": with_a_frozen_block},
+    "unused": {"build": lambda: seeded(Branches), "batch": branches, "steps": 4},
+}
+
+
 @on_ranks(2)
 @each_transport
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_stages(world: World, transport: str, stage: int) -> None:
-    check(world, transport, INT8, options={"zero_stage": stage}, optimizer=adamw)
+@pytest.mark.parametrize("case", CASES)
+def test_ways_to_train(world: World, transport: str, case: str) -> None:
+    check(world, transport, INT8, **CASES[case])
 
 
 @on_ranks(2)
@@ -201,43 +223,6 @@ def test_stages(world: World, transport: str, stage: int) -> None:
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_mixed_precision(world: World, transport: str, reduce_dtype: torch.dtype, name: str) -> None:
     check(world, transport, POLICIES[name], precision=Precision(torch.bfloat16, reduce_dtype))
-
-
-@on_ranks(2)
-@each_transport
-def test_micro_batches(world: World, transport: str) -> None:
-    check(world, transport, INT8, micro_batches=LAST + 1, set_up_micro=accumulating)
-
-
-@on_ranks(2)
-@each_transport
-def test_offloaded_parameters(world: World, transport: str) -> None:
-    check(world, transport, INT8, options={"offload_policy": fullshard.CPUOffloadPolicy()})
-
-
-@on_ranks(2)
-@each_transport
-def test_tied_weights(world: World, transport: str) -> None:
-    tokens = {"batch": token_batch(2, 5), "loss": lambda call, batch: call(*batch).square().mean()}
-    check(world, transport, INT8, build=lambda: seeded(Transformer), **tokens)
-
-
-@on_ranks(2)
-@each_transport
-def test_scalars_and_parameters_with_gaps(world: World, transport: str) -> None:
-    check(world, transport, INT8, build=lambda: seeded(lambda: OddParameters(non_contiguous=False)))
-
-
-def with_a_frozen_block() -> MLP:
-    model = seeded(MLP)
-    model.blocks[1].requires_grad_(False)
-    return model
-
-
-@on_ranks(2)
-@each_transport
-def test_frozen_parameters(world: World, transport: str) -> None:
-    check(world, transport, INT8, build=with_a_frozen_block)
 
 
 def numbered(seed: int) -> tuple[Tensor, Tensor]:
@@ -268,18 +253,6 @@ def test_a_step_that_a_scaler_skips_leaves_nothing_and_the_scale_is_followed(
 
 def scaler() -> ShardedGradScaler:
     return ShardedGradScaler("cpu", init_scale=8.0, growth_interval=1)
-
-
-def branches(seed: int) -> tuple[Tensor, Tensor]:
-    """A batch that uses one branch in even steps and the other in odd ones, on both ranks."""
-    (x,) = random_batch(4, 6)(seed)
-    return x, torch.tensor([seed // 2 % 2, 1 - seed // 2 % 2])
-
-
-@on_ranks(2)
-@each_transport
-def test_unused_parameters_keep_what_they_lost(world: World, transport: str) -> None:
-    check(world, transport, INT8, build=lambda: seeded(Branches), batch=branches, steps=4)
 
 
 @on_ranks(4)

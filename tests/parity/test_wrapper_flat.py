@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from tests.harness import World, everywhere, ranks
+from tests.harness import World, ranks
 from tests.harness.compare import adamw, compare, mean_square
-from tests.harness.models import MLP, Branches, OddParameters, Transformer, random_batch, seeded, token_batch
+from tests.harness.models import MLP, Branches, OddParameters, random_batch, seeded
 from tests.harness.wrapper import (
     EACH_WRAPPER,
     STRATEGIES,
@@ -52,7 +52,6 @@ def test_so_do_their_gradients(world: World, strategy: str) -> None:
     assert_all_see(observe)
 
 
-@everywhere
 @ranks(2)
 def test_the_padding_of_a_gradient_is_zero(world: World) -> None:
     """Whatever is in new memory, as NaN is in deterministic mode."""
@@ -104,25 +103,6 @@ def test_modules_have_tensors_where_their_parameters_were(world: World, strategy
     assert_all_see(observe)
 
 
-@ranks(2, transport="shm")
-@EACH_STRATEGY
-def test_a_forward_sees_the_whole_parameters_of_its_module(world: World, strategy: str) -> None:
-    class Looks(nn.Linear):
-        seen: Tensor | None = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = self.weight.detach().clone()
-            assert self.weight.requires_grad
-            return super().forward(x)
-
-    for fsdp in WRAPPERS.values():
-        plain = seeded(lambda: Looks(6, 5))
-        whole = plain.weight.detach().clone()
-        wrap(fsdp, plain, strategy=strategy, original=False)(torch.ones(2, 6))
-        assert plain.seen is not None
-        assert torch.equal(plain.seen, whole)
-
-
 @ranks(2, 3, transport="shm")
 @pytest.mark.parametrize("frozen", [[0], [3], [0, 1], [1, 2, 3]])
 def test_frozen_units(world: World, frozen: list[int]) -> None:
@@ -161,27 +141,6 @@ def test_unused_parameters_have_gradients_of_zero(world: World) -> None:
     build = {"build": lambda: seeded(Branches), "batch": batch, "optimizer": adamw}
     compare(world, training(wrap_whole(original=False), **build, unused_are_zero=True))
     compare(world, training(wrap_blocks(original=False), **build, unused_are_zero=lambda name: name == "spare"))
-
-
-@ranks(2)
-@EACH_STRATEGY
-@UNITS
-def test_a_weight_shared_within_a_unit(world: World, strategy: str, units: Any) -> None:
-    case = training(
-        units(strategy=strategy, original=False),
-        build=lambda: seeded(lambda: Transformer(tied=True)),
-        batch=token_batch(3, 5),
-        optimizer=adamw,
-    )
-    compare(world, case)
-
-
-@ranks(2, 3, transport="shm")
-@pytest.mark.parametrize("widths", [(3, 5, 7), (2, 1, 3), (5, 5, 2)])
-@UNITS
-def test_odd_shapes(world: World, widths: tuple[int, ...], units: Any) -> None:
-    build = {"build": lambda: seeded(lambda: MLP(widths)), "batch": random_batch(4, widths[0])}
-    compare(world, training(units(original=False), **build))
 
 
 @ranks(2, transport="shm")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 import fullshard
 from tests.harness import World, ranks
-from tests.harness.compare import mean_square, unwrapped
+from tests.harness.compare import mean_square
 from tests.harness.models import MLP, random_batch, seeded
 from tests.harness.wrapper import (
     EACH_WRAPPER,
@@ -31,12 +30,10 @@ BOOLEANS = [False, True]
 
 
 def summon(fsdp: ModuleType, model: nn.Module, **options: Any) -> Any:
-    """The context, by the name that all users write."""
     return fsdp.FullyShardedDataParallel.summon_full_params(model, **options)
 
 
 def look(model: nn.Module) -> dict[str, Any]:
-    """What the model shows of its parameters."""
     return {name: (list(p.shape), p.dtype, p.requires_grad, p.tolist()) for name, p in model.named_parameters()}
 
 
@@ -164,28 +161,6 @@ def test_full_gradients_of_flat_parameters(world: World, strategy: str) -> None:
                 parameter.grad.mul_(2)
 
 
-REFUSED: list[tuple[dict[str, bool], bool]] = [
-    ({"writeback": True, "rank0_only": True}, True),
-    ({"writeback": True, "rank0_only": True}, False),
-    ({"with_grads": True, "offload_to_cpu": True}, True),
-    ({"with_grads": True}, False),
-    ({"with_grads": True, "offload_to_cpu": True}, False),
-]
-
-
-@ranks(2, transport="shm")
-@EACH_WRAPPER
-def test_combinations_that_are_refused(world: World, library: str) -> None:
-    fsdp = WRAPPERS[library]
-    for strategy, (options, original) in itertools.product(STRATEGIES, REFUSED):
-        model = wrap_blocks(strategy=strategy, original=original)(fsdp, seeded(MLP))
-        with pytest.raises(NotImplementedError), summon(fsdp, model, **options):
-            pass
-    unsharded = wrap_blocks(strategy="NO_SHARD")(fsdp, seeded(MLP))
-    with pytest.raises(NotImplementedError), summon(fsdp, unsharded, offload_to_cpu=True):
-        pass
-
-
 @ranks(2, transport="shm")
 @EACH_WRAPPER
 @ORIGINAL
@@ -217,22 +192,6 @@ def test_it_is_refused_inside_of_itself_and_of_a_step(world: World, library: str
         assert layer.around[1:] == ["refused"]
     with summon(fsdp, model), pytest.raises(AssertionError), summon(fsdp, model):
         pass
-
-
-@ranks(2, transport="shm")
-@EACH_WRAPPER
-@ORIGINAL
-def test_of_a_plain_module_around_units(world: World, library: str, original: bool) -> None:
-    fsdp = WRAPPERS[library]
-    model: Any = seeded(MLP)
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = wrap(fsdp, block, original=original)
-    with summon(fsdp, model):
-        shown = {unwrapped(name): parameter.tolist() for name, parameter in model.named_parameters()}
-    assert shown == {name: parameter.tolist() for name, parameter in seeded(MLP).named_parameters()}
-    plain = nn.Linear(3, 3)
-    with summon(fsdp, plain):
-        assert list(plain.weight.shape) == [3, 3]
 
 
 @ranks(2, transport="shm")

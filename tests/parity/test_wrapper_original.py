@@ -10,30 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness import World, everywhere, ranks
-from tests.harness.compare import (
-    Batch,
-    Call,
-    Precision,
-    Training,
-    adamw,
-    compare,
-    mean_square,
-    sgd,
-    unwrapped,
-    whole_gradients,
-    whole_parameters,
-)
+from tests.harness import World, ranks
+from tests.harness.compare import Batch, Call, Precision, adamw, compare, mean_square, sgd, unwrapped, whole_parameters
 from tests.harness.models import MLP, Branches, OddParameters, Transformer, random_batch, seeded, token_batch
 from tests.harness.wrapper import (
     EACH_WRAPPER,
+    ORIGINAL,
     SHARDED,
     STRATEGIES,
     WRAPPERS,
     assert_all_see,
-    no_sync_before,
     training,
-    wrap,
     wrap_blocks,
     wrap_whole,
 )
@@ -135,26 +122,6 @@ def test_frozen_and_trained_parameters_in_one_unit(world: World, units: Any, opt
     compare(world, training(units(), build=build, optimizer=optimizer))
 
 
-@ranks(2, transport="shm")
-@UNITS
-def test_frozen_after_the_first_step_and_trained_again_after_the_second(world: World, units: Any) -> None:
-    """In a step in which it is frozen, a parameter has no gradient, and stays as it is."""
-
-    def optimizer(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-        every, steps = list(parameters), [0]
-
-        def freeze(*_: Any) -> None:
-            steps[0] += 1
-            for parameter in every[::2]:
-                parameter.requires_grad_(steps[0] != 1)
-
-        made = torch.optim.SGD(every, lr=0.1)
-        made.register_step_post_hook(freeze)
-        return made
-
-    compare(world, training(units(), optimizer=optimizer, steps=3))
-
-
 def branches_batch(used: list[list[int]]) -> Any:
     """Batches of `Branches`; the branches that are used go by the seed."""
 
@@ -180,23 +147,13 @@ def test_parameters_that_one_unit_does_not_use_have_gradients_of_zero(
     compare(world, case)
 
 
-@ranks(2, transport="shm")
-def test_units_that_nobody_uses_have_no_gradients(world: World) -> None:
-    case = training(
-        wrap_blocks(),
-        build=lambda: seeded(Branches),
-        batch=branches_batch([[1, 0, 1]]),
-        unused_are_zero=lambda name: name == "spare",  # it is in one unit with the stem
-    )
-    compare(world, case)
-
-
 @ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @UNITS
-def test_a_weight_shared_within_a_unit(world: World, strategy: str, units: Any) -> None:
+@ORIGINAL
+def test_a_weight_shared_within_a_unit(world: World, strategy: str, units: Any, original: bool) -> None:
     case = training(
-        units(strategy=strategy),
+        units(strategy=strategy, original=original),
         build=lambda: seeded(lambda: Transformer(tied=True)),
         batch=token_batch(3, 5),
         optimizer=adamw,
@@ -207,8 +164,11 @@ def test_a_weight_shared_within_a_unit(world: World, strategy: str, units: Any) 
 @ranks(2, 3, transport="shm")
 @pytest.mark.parametrize("widths", [(3, 5, 7), (7, 1, 3), (2, 1, 3), (5, 5, 2)])
 @UNITS
-def test_odd_shapes(world: World, widths: tuple[int, ...], units: Any) -> None:
-    case = training(units(), build=lambda: seeded(lambda: MLP(widths)), batch=random_batch(4, widths[0]))
+@ORIGINAL
+def test_odd_shapes(world: World, widths: tuple[int, ...], units: Any, original: bool) -> None:
+    case = training(
+        units(original=original), build=lambda: seeded(lambda: MLP(widths)), batch=random_batch(4, widths[0])
+    )
     compare(world, case)
 
 
@@ -273,54 +233,6 @@ def test_values_that_a_user_sets_after_a_forward_that_nobody_goes_back_through(w
         assert torch.allclose(model(*batch), reference(*batch), rtol=1e-6, atol=1e-7)
 
 
-@ranks(2, transport="shm")
-@EACH_STRATEGY
-def test_gradients_that_a_user_sets_between_backward_and_step(world: World, strategy: str) -> None:
-    def double(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad * 2
-
-    case = training(wrap_blocks(strategy=strategy), after_backward=double, optimizer=lambda p: torch.optim.SGD(p, 0.1))
-    expected, *others = (trained_by_hand(fsdp, case, world) for fsdp in (None, *WRAPPERS.values()))
-    for other in others:
-        for name, value in expected.items():
-            assert torch.allclose(other[name], value, rtol=1e-5, atol=1e-7), name
-
-
-def trained_by_hand(fsdp: ModuleType | None, case: Training, world: World) -> dict[str, Tensor]:
-    """The parameters after the steps, of a plain model that sees the data of all ranks, or of a wrapped one."""
-    plain = case.build()
-    model: Any = plain if fsdp is None else case.shard(fsdp, plain)
-    optimizer = case.optimizer(model.parameters())
-    for step in range(case.steps):
-        batches = [case.micro(step, rank, world.size, 0) for rank in range(world.size)]
-        if fsdp is None:
-            torch.stack([case.loss(model, batch) for batch in batches]).mean().backward()
-        else:
-            case.loss(model, batches[world.rank]).backward()
-        case.after_backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.named_parameters()) if fsdp is None else whole_parameters(fsdp, model)
-
-
-@ranks(2, transport="shm")
-@EACH_WRAPPER
-@EACH_STRATEGY
-def test_gradients_of_several_backwards_add_up(world: World, library: str, strategy: str) -> None:
-    fsdp = WRAPPERS[library]
-    model = wrap_blocks(strategy=strategy)(fsdp, seeded(MLP))
-    batch = random_batch(4, 6)(world.rank)
-    mean_square(model, batch).backward()
-    once = whole_gradients(fsdp, model)
-    mean_square(model, batch).backward()
-    for name, gradient in whole_gradients(fsdp, model).items():
-        assert gradient is not None
-        assert torch.allclose(gradient, 2 * torch.as_tensor(once[name]), rtol=1e-6, atol=1e-8)
-
-
-@everywhere
 @ranks(2)
 @UNITS
 @pytest.mark.parametrize("strategy", SHARDED)
@@ -328,30 +240,6 @@ def test_two_forwards_before_one_backward(world: World, units: Any, strategy: st
     def loss(call: Call, batch: Batch) -> Tensor:
         (x,) = batch
         first, second = call(x), call(0.5 * x)
-        both: Tensor = (first * second).mean()
-        return both
+        return (first * second).mean()
 
     compare(world, training(units(strategy=strategy), loss=loss))
-
-
-@ranks(2, transport="shm")
-@EACH_WRAPPER
-def test_data_of_another_shape_is_refused(world: World, library: str) -> None:
-    model = wrap(WRAPPERS[library], seeded(MLP))
-    batch = random_batch(4, 6)(0)
-    mean_square(model, batch).backward()
-    for parameter in model.parameters():
-        parameter.data = torch.zeros(parameter.numel() + 1)
-    with pytest.raises(RuntimeError):
-        model(*batch)
-
-
-@ranks(2, transport="shm")
-def test_frozen_units_over_micro_batches(world: World) -> None:
-    def build() -> nn.Module:
-        model = seeded(MLP)
-        for index in (0, 2):
-            model.blocks[index].requires_grad_(False)
-        return model
-
-    compare(world, training(wrap_blocks(), build=build, micro_batches=2, around_micro=no_sync_before(1)))

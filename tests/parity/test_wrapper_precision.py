@@ -10,17 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.harness import World, ranks
-from tests.harness.compare import (
-    Batch,
-    Call,
-    Precision,
-    compare,
-    first_difference,
-    mean_square,
-    train_sharded,
-    whole_gradients,
-    whole_parameters,
-)
+from tests.harness.compare import Precision, compare, first_difference, mean_square, train_sharded, whole_gradients
 from tests.harness.models import MLP, random_batch, seeded
 from tests.harness.wrapper import (
     ORIGINAL,
@@ -74,15 +64,7 @@ def test_bf16_accumulated_without_communication(world: World, last: int) -> None
     compare(world, case, with_torch=False)  # torch adds up in bf16
 
 
-@ranks(2, transport="shm")
-def test_bf16_accumulated_with_communication(world: World) -> None:
-    precision = Precision(BF16, FP32)
-    compare_with_torch(world, training(wrap_blocks(precision=precision), micro_batches=3))
-
-
 class Notes(nn.Module):
-    """Notes the dtypes of everything that arrives, and of its weight."""
-
     def __init__(self, columns: int, rows: int) -> None:
         super().__init__()
         self.linear = nn.Linear(columns, rows)
@@ -131,8 +113,6 @@ def test_inputs_that_are_cast(world: World, cast: bool, cast_root: bool, origina
 
 
 class Normalized(nn.Module):
-    """Linear layers with batch norms between them, which have buffers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
@@ -207,19 +187,6 @@ def test_dtypes_of_buffers(world: World, buffer_dtype: torch.dtype | None, origi
 
 
 @ranks(2, transport="shm")
-@ORIGINAL
-def test_buffers_and_parameters_have_their_own_dtypes_in_state_dicts(world: World, original: bool) -> None:
-    def observe(fsdp: ModuleType) -> Any:
-        wrapped = wrap_automatically(None, BF16, original=original)(fsdp, seeded(Normalized))
-        wrapped(*random_batch(4, 6)(world.rank))
-        state = wrapped.state_dict()
-        after = {name: buffer.dtype for name, buffer in wrapped.named_buffers()}
-        return [{name: (value.dtype, list(value.shape)) for name, value in state.items()}, after]
-
-    assert_all_see(observe)
-
-
-@ranks(2, transport="shm")
 @pytest.mark.parametrize("full", ["0", "1"])
 @ORIGINAL
 def test_full_precision_in_evaluation(world: World, full: str, original: bool) -> None:
@@ -238,41 +205,3 @@ def test_full_precision_in_evaluation(world: World, full: str, original: bool) -
             return seen
 
     assert_all_see(observe)
-
-
-@ranks(2, transport="shm")
-@ORIGINAL
-def test_full_parameters_have_full_precision(world: World, original: bool) -> None:
-    for fsdp in WRAPPERS.values():
-        model = wrap_blocks(precision=Precision(BF16), original=original)(fsdp, seeded(MLP))
-        model(*random_batch(4, 6)(0))
-        whole = whole_parameters(fsdp, model)
-        for name, parameter in seeded(MLP).named_parameters():
-            assert torch.equal(whole[name], parameter)
-
-
-@ranks(2, transport="shm")
-@pytest.mark.parametrize("cache", BOOLEANS)
-@ORIGINAL
-def test_autocast(world: World, cache: bool, original: bool) -> None:
-    def loss(call: Call, batch: Batch) -> Tensor:
-        with torch.autocast("cpu", dtype=BF16, cache_enabled=cache):
-            output: Tensor = call(*batch)
-        return output.float().square().mean()
-
-    compare(world, training(wrap_blocks(original=original), loss=loss))
-
-
-@ranks(2, 3, 4, transport="p2p")
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@ORIGINAL
-def test_sums_in_fp16_do_not_overflow(world: World, strategy: str, original: bool) -> None:
-    """The sum over ranks is larger than the largest number of fp16, the mean is not. (torch divides by a part of the
-    number of ranks before the sum, and overflows from three ranks on.)"""
-    for fsdp in OUR_WRAPPER.values():
-        precision = Precision(reduce_dtype=FP16)
-        model = wrap(fsdp, nn.Linear(4, 4, bias=False), strategy=strategy, original=original, precision=precision)
-        (model(torch.ones(1, 4)) * 48_000.0).sum().backward()
-        found = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
-        assert found[found != 0].tolist() == pytest.approx([48_000.0] * int((found != 0).sum()), rel=2**-10)
-        assert found.any()

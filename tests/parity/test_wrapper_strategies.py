@@ -11,17 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import World, everywhere, ranks
-from tests.harness.compare import (
-    Precision,
-    adamw,
-    compare,
-    first_difference,
-    sgd,
-    train_sharded,
-    train_unsharded,
-)
-from tests.harness.models import Transformer, seeded, token_batch
+from tests.harness import World, ranks
+from tests.harness.compare import Precision, adamw, compare, first_difference, sgd, train_sharded, train_unsharded
+from tests.harness.models import MixedDtypes, Transformer, seeded, token_batch
 from tests.harness.wrapper import (
     EACH_WRAPPER,
     HYBRID,
@@ -47,7 +39,6 @@ def test_strategies(world: World, strategy: str, original: bool) -> None:
     compare(world, training(wrap_blocks(strategy=strategy, original=original), steps=3))
 
 
-@everywhere
 @ranks(2, transport="shm")
 @ORIGINAL
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
@@ -81,15 +72,6 @@ def test_hybrid_strategies_over_micro_batches(world: World, strategy: str, witho
     changes = {"around_micro": no_sync_before(LAST)} if without_communication else {}
     shard = wrap_blocks(strategy=strategy, **hybrid_groups(world, "mesh"))
     compare(world, training(shard, micro_batches=LAST + 1, **changes))
-
-
-@ranks(4)
-@ORIGINAL
-def test_hybrid_in_bf16_reduced_in_fp32(world: World, original: bool) -> None:
-    precision = Precision(BF16, FP32)
-    options = hybrid_groups(world, "mesh")
-    shard = wrap_blocks(strategy="HYBRID_SHARD", original=original, precision=precision, **options)
-    compare(world, training(shard, precision=precision))
 
 
 @ranks(2, transport="shm")
@@ -133,6 +115,14 @@ def test_reduced_in_bf16(
     assert None in differences, differences
 
 
+@ranks(2, 3)
+@EACH_STRATEGY
+@ORIGINAL
+def test_parameters_of_several_dtypes(world: World, strategy: str, original: bool) -> None:
+    shard = wrap_whole(strategy=strategy, original=original)
+    compare(world, training(shard, build=lambda: seeded(MixedDtypes)), with_torch=False)
+
+
 @ranks(2)
 @EACH_STRATEGY
 @ORIGINAL
@@ -142,29 +132,14 @@ def test_cpu_offload(world: World, strategy: str, original: bool) -> None:
 
 
 @ranks(2)
-@ORIGINAL
-@pytest.mark.parametrize("without_communication", [False, True])
-def test_cpu_offload_over_micro_batches(world: World, original: bool, without_communication: bool) -> None:
-    changes = {"around_micro": no_sync_before(LAST)} if without_communication else {}
-    shard = wrap_blocks(original=original, offload=True)
-    compare(world, training(shard, micro_batches=LAST + 1, **changes), with_torch=False)
-
-
-@ranks(2)
-@ORIGINAL
-def test_cpu_offload_in_bf16(world: World, original: bool) -> None:
-    precision = Precision(BF16, FP32)
-    shard = wrap_blocks(original=original, offload=True, precision=precision)
-    compare(world, training(shard, precision=precision), with_torch=False)
-
-
-@ranks(2)
 @EACH_STRATEGY
 @ORIGINAL
 @pytest.mark.parametrize("without_communication", [False, True])
-def test_accumulated(world: World, strategy: str, original: bool, without_communication: bool) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_accumulated(world: World, strategy: str, original: bool, without_communication: bool, offload: bool) -> None:
     changes = {"around_micro": no_sync_before(LAST)} if without_communication else {}
-    compare(world, training(wrap_blocks(strategy=strategy, original=original), micro_batches=LAST + 1, **changes))
+    shard = wrap_blocks(strategy=strategy, original=original, offload=offload)
+    compare(world, training(shard, micro_batches=LAST + 1, **changes), with_torch=not offload)
 
 
 @ranks(2)

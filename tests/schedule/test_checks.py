@@ -9,12 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.schedule.checks import (
-    buffers_on_meta,
-    check_first_forward,
-    check_process_groups,
-    warn_of_emptied,
-)
+from fullshard.schedule.checks import buffers_on_meta, check_first_forward, check_process_groups, warn_of_emptied
 from tests.fully_shard.cases import groups_of, shard_mlp
 from tests.harness import World, fake_world, ranks
 

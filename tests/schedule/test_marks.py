@@ -23,9 +23,7 @@ from tests.harness.wrapper import wrap_blocks
 
 
 def total(model: Any, x: Tensor) -> Tensor:
-    """A loss of one number."""
-    loss: Tensor = model(x).square().sum()
-    return loss
+    return model(x).square().sum()
 
 
 def vector_jacobian(model: Any, x: Tensor) -> Any:
@@ -35,7 +33,6 @@ def vector_jacobian(model: Any, x: Tensor) -> Any:
 
 
 def dual(model: Any, x: Tensor) -> Any:
-    """Forward-mode AD without a transform."""
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos())))
 
@@ -89,20 +86,16 @@ class Forces(nn.Module):
         return torch.sin(self.blocks[1](torch.tanh(self.blocks[0](x)))).sum()
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(self.of(self.energy, x))
-        return result
+        return self.head(self.of(self.energy, x))
 
 
 def by_autograd(energy: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The gradient of an energy by a backward."""
     x = x.clone().requires_grad_()
     return torch.autograd.grad(energy(x), x, create_graph=True)[0]
 
 
 def by_transforms(energy: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The same by transforms."""
-    result: Tensor = vmap(grad(energy))(x)
-    return result
+    return vmap(grad(energy))(x)
 
 
 @ranks(2)
@@ -131,8 +124,6 @@ class WritesInput(nn.Linear):
 
 
 class Writing(nn.Module):
-    """Blocks that write to their input, which is read after them."""
-
     def __init__(self, rows: slice) -> None:
         super().__init__()
         self.blocks, self.rows = nn.ModuleList([WritesInput(6, 6), WritesInput(6, 6)]), rows
@@ -162,8 +153,6 @@ def test_an_input_that_is_a_leaf_is_not_written_without_a_word(world: World) -> 
 
 
 class Returns(nn.Linear):
-    """Returns its input beside its output, as it is or as a view."""
-
     def __init__(self, view: bool) -> None:
         super().__init__(6, 6)
         self.view = view
@@ -183,8 +172,7 @@ class WritesOutput(nn.Module):
         x = self.blocks[0](x)
         same, y = self.blocks[1](x)
         same += self.scale
-        result: Tensor = x + y
-        return result
+        return x + y
 
 
 @ranks(2)

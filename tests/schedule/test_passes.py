@@ -10,8 +10,6 @@ from fullshard.schedule.passes import Passes
 
 
 class Barrier:
-    """Writes down what is asked of it."""
-
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 

@@ -25,7 +25,6 @@ def differentiable() -> Tensor:
 
 
 def only(events: list[str], *actions: str) -> list[str]:
-    """The events of some actions."""
     return [event for event in events if event.split()[0] in actions]
 
 
@@ -246,8 +245,6 @@ def test_recomputation_of_nested_groups_gathers_each_once(world: World, kind: An
 
 
 class Nested(nn.Module):
-    """Groups inside groups: the outer ones have parameters of their own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = MLP((6, 5, 3))

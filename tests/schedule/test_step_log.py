@@ -25,8 +25,6 @@ from tests.harness.models import seeded
 
 
 class Routed(nn.Module):
-    """Two experts of one shape, of which the caller chooses."""
-
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)) for _ in range(2))
@@ -103,8 +101,6 @@ def test_they_are_told_before_a_result_without_gradients_is_used(world: World) -
 
 
 class Halves(nn.Module):
-    """Two parameters of one shape in one group, of which each rank may use another."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weights = nn.ParameterList(nn.Parameter(torch.ones(4, 6)) for _ in range(2))

@@ -38,36 +38,26 @@ def test_the_units_of_a_model_are_found_by_their_modules(world: World) -> None:
 
 @dataclass
 class Data:
-    """A dataclass with a tensor in it."""
-
     value: Tensor
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """A dataclass that refuses assignment."""
-
     value: Tensor
 
 
 class Named(NamedTuple):
-    """A named tuple with a tensor in it."""
-
     value: Tensor
     other: int
 
 
 class Registered:
-    """A class that pytree is told of."""
-
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
 
 class Unknown:
-    """A class that nobody is told of."""
-
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
@@ -101,8 +91,6 @@ UNPACK = {
 
 
 class Packing(nn.Module):
-    """Blocks that hand their results on in containers of a kind."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
@@ -110,13 +98,10 @@ class Packing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         unpack = UNPACK[self.kind]
-        result: Tensor = unpack(self.blocks[1](unpack(self.blocks[0](x))))
-        return result
+        return unpack(self.blocks[1](unpack(self.blocks[0](x))))
 
 
 class PackingBlock(nn.Linear):
-    """A layer whose result is in a container."""
-
     def __init__(self, columns: int, rows: int, kind: str) -> None:
         super().__init__(columns, rows)
         self.kind = kind
@@ -146,8 +131,6 @@ def test_the_type_and_contents_of_outputs_stay(world: World, kind: str) -> None:
 
 
 class Hiding(nn.Linear):
-    """Returns a tensor in an object that nobody knows."""
-
     def forward(self, x: Tensor) -> Any:
         return Unknown(super().forward(x))
 
@@ -194,8 +177,6 @@ def test_a_hidden_output_is_no_error_where_parameters_are_there(world: World) ->
 
 
 class ReturnsView(nn.Module):
-    """Blocks that return views, which the caller changes in place."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([ViewBlock(), ViewBlock()])
@@ -209,8 +190,6 @@ class ReturnsView(nn.Module):
 
 
 class ViewBlock(nn.Linear):
-    """Returns a part of what it computes."""
-
     def __init__(self) -> None:
         super().__init__(6, 8)
 
@@ -227,8 +206,6 @@ def test_an_operation_in_place_on_an_output_that_is_a_view(world: World, reshard
 
 
 class InPlace(nn.Module):
-    """Blocks whose outputs are changed in place."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
@@ -283,8 +260,7 @@ def test_inputs_in_keyword_arguments_and_containers(world: World, fsdp: Library)
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.first(x)
-            result: Tensor = self.second({"x": y}, b=[y.exp()])
-            return result
+            return self.second({"x": y}, b=[y.exp()])
 
     model, reference = seeded(Outer), seeded(Outer)
     for module in (model.first, model.second, model):
@@ -297,8 +273,6 @@ def test_inputs_in_keyword_arguments_and_containers(world: World, fsdp: Library)
 
 
 class Fails(nn.Linear):
-    """Raises once if it is told to."""
-
     fails = False
 
     def forward(self, x: Tensor) -> Tensor:

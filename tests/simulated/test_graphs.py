@@ -176,8 +176,7 @@ class Captured:
         def step() -> Tensor:
             with self.device.capture() as graph:
                 found.extend((graph, self.step()))
-            losses: Tensor = found[1]
-            return losses
+            return found[1]
 
         self.check(step)
         return found[0], found[1]

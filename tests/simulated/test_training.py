@@ -131,50 +131,57 @@ def gradients_cast_into_slots(world: World) -> None:
     assert cast[3:6] == [True] * 3  # the layout is made when gradients come first
 
 
+def hybrid_accumulation(world: World) -> None:
+    test_accumulation.test_hybrid_micro_batches(world, 2, test_accumulation.before_all_reduce, None)
+
+
 def memory_given_back(world: World) -> None:
     """All slots go back to the allocator when a forward or a step ends, as large ones do."""
     with mock.patch.object(comm_context, "LARGE", 0), mock.patch.object(slots, "LARGE", 0):
         test_sharding.test_mlp_of_odd_sizes(world, optimizer=adamw)
-        test_sharding.test_two_forwards_before_a_backward(world)
-        test_accumulation.test_hybrid_accumulated_before_all_reduce_on_two_ranks(world, shape=(2, 1))
+        test_sharding.test_ways_to_group_and_to_run(world, way="two forwards")
+        hybrid_accumulation(world)
 
 
+#: Of test_sharding.
+SHARDED = (
+    "groups inside groups",
+    "two forwards",
+    "a block that runs twice",
+    "prefetch by hand",
+    "gathered by hand",
+    "members of a list that run apart",
+    "evaluation",
+)
 WAYS: dict[str, Callable[[World], None]] = {
     "blocks": partial(test_sharding.test_mlp_of_odd_sizes, optimizer=adamw),
     "left unsharded": partial(test_sharding.test_reshard_after_forward, reshard=False),
-    "hybrid": partial(test_sharding.test_hybrid_on_two_ranks, shape=(2, 1)),
-    "groups inside groups": test_sharding.test_groups_inside_groups,
-    "two forwards": test_sharding.test_two_forwards_before_a_backward,
-    "a block that runs twice": partial(test_sharding.test_a_block_that_runs_twice, reshard=True),
-    "prefetch by hand": test_sharding.test_explicit_prefetch,
-    "gathered by hand": test_sharding.test_parameters_gathered_by_hand,
+    "hybrid": partial(test_sharding.test_hybrid, replicas=2, optimizer=sgd),
+    **{way: partial(test_sharding.test_ways_to_group_and_to_run, way=way) for way in SHARDED},
     "memory given back": memory_given_back,
-    "a list": test_sharding.test_members_of_a_list_run_apart,
-    "evaluation": test_sharding.test_a_step_after_evaluation_is_seen_by_the_next_forward,
-    "accumulation": test_accumulation.test_some_micro_batches_communicate,
-    "one block accumulates": test_accumulation.test_one_block_accumulates_and_the_others_communicate,
-    "hybrid accumulation": partial(
-        test_accumulation.test_hybrid_accumulated_before_all_reduce_on_two_ranks, shape=(2, 1)
-    ),
+    "accumulation": partial(test_accumulation.test_micro_batches, communicates="all but one"),
+    "one block accumulates": partial(test_accumulation.test_micro_batches, communicates="a block, the last"),
+    "hybrid accumulation": hybrid_accumulation,
     "hook on a stream": a_hook_on_a_stream_of_its_own,
     "event after the optimizer": an_event_after_the_optimizer,
     "hook": test_accumulation.test_all_reduce_hook_sees_each_group_once_a_step,
     "recomputation": partial(
-        test_composition.test_sharded_blocks_inside_checkpoints, checkpointing="non-reentrant", reshard=True
+        test_composition.test_sharded_blocks_inside_checkpoints, checkpointing="non-reentrant", reshard=True, region=1
     ),
     "recomputation inside": partial(
         test_composition.test_checkpoints_inside_sharded_blocks, checkpointing="non-reentrant"
     ),
-    "tied": test_parameters.test_tied_across_groups_over_micro_batches,
-    "frozen among trained": test_parameters.test_frozen_parameters_among_trained_ones,
-    "columns": partial(test_parameters.test_even_shards_of_columns, optimizer=sgd),
-    "several dtypes": test_parameters.test_several_dtypes_computed_in_one,
+    "columns": partial(test_parameters.test_parameters_that_do_not_divide, case="columns"),
+    **{
+        case: partial(test_parameters.test_parameters, case=case)
+        for case in ("tied apart, micro-batches", "frozen among trained", "dtypes computed in one")
+    },
     "gradient penalty": partial(
         test_stale_reads.test_a_gradient_penalty, loss=test_stale_reads.whole_step, frozen=True
     ),
     "penalty through a list": test_stale_reads.test_a_penalty_through_a_later_module_of_a_list,
-    "offload": partial(test_composition.test_cpu_offload, optimizer=adamw, reshard=True),
-    "offload, accumulated": test_composition.test_cpu_offload_over_micro_batches,
+    "offload": partial(test_composition.test_cpu_offload, micro_batches=1, reshard=True),
+    "offload, accumulated": partial(test_composition.test_cpu_offload, micro_batches=3, reshard=True),
     "low gradients with a hook": partial(test_gradient_dtypes.test_all_low_gradients_travel_so, library="fullshard"),
     "extensions": partial(test_extension.test_a_subclass_may_keep_what_was_gathered, transport="collective"),
     "extensions beside groups that stay": an_extension_beside_groups_that_stay,
@@ -186,26 +193,31 @@ WAYS: dict[str, Callable[[World], None]] = {
         )
         for name in test_wires.POLICIES
     },
-    "wires, accumulated": partial(test_wires.test_micro_batches, transport="collective"),
+    **{
+        f"wires, {case}": partial(test_wires.test_ways_to_train, transport="collective", case=case)
+        for case in ("micro-batches", "offloaded", "unused")
+    },
     "wires, bf16": partial(
         test_wires.test_mixed_precision, transport="collective", reduce_dtype=torch.bfloat16, name="int8"
     ),
-    "wires, offload": partial(test_wires.test_offloaded_parameters, transport="collective"),
-    "wires, unused": partial(test_wires.test_unused_parameters_keep_what_they_lost, transport="collective"),
-    "finalization": partial(test_finalization.test_one_reduction_after_several_backwards, async_op=True),
+    "finalization": partial(
+        test_finalization.test_one_reduction_after_several_backwards, async_op=True, reshard=True, precision=Precision()
+    ),
     "kept storage": partial(test_kept_storage.test_training_is_as_without, reshard=True),
-    "bf16": partial(test_precision.test_bf16_parameters_reduced_in_fp32, optimizer=sgd),
+    "bf16": partial(test_precision.test_bf16_parameters_reduced_in_fp32, optimizer=sgd, micro_batches=1),
     "reductions in flight": partial(
         test_settings.test_several_reductions_in_flight_over_a_group_of_their_own, buffers=2
     ),
     "not gathered in backward": test_settings.test_embedding_that_is_not_gathered_in_backward,
     "shared communication": test_settings.test_two_roots_that_share_their_communication,
-    "stage 0": partial(test_stages.test_stages, stage=0, optimizer=adamw),
-    "stage 0, accumulated": partial(test_stages.test_micro_batches, stage=0),
+    "stage 0": partial(test_stages.test_stages, stage="0"),
+    "stage 0, accumulated": partial(test_stages.test_micro_batches, stage="0", set_up=test_stages.accumulating),
     "stage 0, large gradients": partial(
-        test_stages.test_gradients_are_added_up_where_autograd_made_them, precision=Precision()
+        test_stages.test_gradients_are_added_up_where_autograd_made_them,
+        precision=Precision(),
+        set_up=test_stages.accumulating,
     ),
-    "stage 1, accumulated": partial(test_stages.test_micro_batches, stage=1),
+    "stage 1, accumulated": partial(test_stages.test_micro_batches, stage="1", set_up=test_stages.accumulating),
     "wrapper": partial(test_wrapper_strategies.test_strategies, strategy="FULL_SHARD", original=True),
     "wrapper, two forwards": partial(
         test_wrapper_original.test_two_forwards_before_one_backward, units=wrap_blocks, strategy="FULL_SHARD"
@@ -216,37 +228,39 @@ WAYS: dict[str, Callable[[World], None]] = {
 }
 
 
-#: The ways that the quick lane takes late too: each has lanes or waits that the others have not.
-LATE = (
-    "blocks",
+#: The ways that the quick lane takes: each has lanes, waits or slots that the others have not.
+TELLING = (
     "left unsharded",
-    "hybrid",
+    "prefetch by hand",
     "gathered by hand",
+    "hybrid accumulation",
     "hook on a stream",
+    "event after the optimizer",
     "recomputation",
-    "offload, accumulated",
+    "offload",
     "low gradients with a hook",
-    "gradients cast into slots",
-    "memory given back",
-    "extensions",
-    "reductions in flight",
-    "stage 0, large gradients",
-    "stage 1, accumulated",
+    "extensions beside groups that stay",
+    "zero-copy parameters",
     "wires, int8",
+    "stage 0, large gradients",
     "flat",
 )
-OTHERS = tuple(way for way in WAYS if way not in LATE)
+#: Those that it takes late too.
+LATE = ("gathered by hand", "hook on a stream", "offload, accumulated", "memory given back", "stage 1, accumulated")
+
+
+OTHERS = {kind: tuple(way for way in WAYS if way not in some) for kind, some in (("checked", TELLING), ("late", LATE))}
 
 
 @ranks(2, timeout=240)
 @pytest.mark.parametrize(
     ("kind", "ways"),
     [
-        *(("checked", tuple(WAYS)[part::4]) for part in range(4)),
+        ("checked", TELLING),
         ("late", LATE),
-        pytest.param("late", OTHERS, marks=pytest.mark.slow),
+        *(pytest.param(kind, rest, marks=pytest.mark.slow) for kind, rest in OTHERS.items()),
     ],
-    ids=[*(f"checked, part {part}" for part in range(4)), "late", "late, the others"],
+    ids=["checked", "late", "checked, the others", "late, the others"],
 )
 def test_every_way_to_train(world: World, kind: str, ways: tuple[str, ...]) -> None:
     for way in ways:
@@ -259,15 +273,11 @@ def test_every_way_to_train(world: World, kind: str, ways: tuple[str, ...]) -> N
             raise
 
 
+@pytest.mark.slow
 @ranks(4, timeout=240)
 @pytest.mark.parametrize("kind", ["checked", "late"])
-def test_parameters_that_rest_on_a_smaller_mesh(world: World, kind: str) -> None:
+def test_meshes_of_four_ranks(world: World, kind: str) -> None:
     with simulated(kind):
         test_sharding.test_reshard_after_forward_to_a_smaller_group(world)
-
-
-@ranks(4, timeout=240)
-@pytest.mark.parametrize("kind", ["checked", "late"])
-def test_replicas_of_shards(world: World, kind: str) -> None:
     with simulated(kind):
-        test_accumulation.test_hybrid_accumulated_in_both_ways(world)
+        test_accumulation.test_hybrid_micro_batches(world, 2, test_accumulation.before_both, None)
