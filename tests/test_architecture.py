@@ -71,11 +71,12 @@ DEPENDENCIES = {
     "testing": ("pytest", "fullshard_pytest"),
 }
 
-#: Files that use private names of torch, or of pytest.
+#: Files that use private names of torch, of pytest, or of frameworks.
 USE_PRIVATE = (
     "torch_private",
     "torch_rules",
     "interop",
+    "compat.frameworks",
     "compat.names",
     "compat.memory_tracker",
     "testing.pytest_private",
@@ -190,14 +191,7 @@ def test_nothing_comes_from_the_sharding_that_torch_ships(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_private_names_of_torch_are_used_in_one_file(file: Path) -> None:
-    if name_of(file) in (
-        "torch_private",
-        "torch_rules",
-        "interop",
-        "compat.names",
-        "compat.memory_tracker",
-        "testing.pytest_private",
-    ):
+    if name_of(file) in USE_PRIVATE:
         return
     for imported in imports(file):
         if imported.startswith("torch."):
