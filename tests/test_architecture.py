@@ -72,11 +72,12 @@ DEPENDENCIES = {
     "testing": ("pytest", "fullshard_pytest", "fullshard_rank_server"),
 }
 
-#: Files that use private names of torch, or of pytest.
+#: Files that use private names of torch, of pytest, or of frameworks.
 USE_PRIVATE = (
     "torch_private",
     "torch_rules",
     "interop",
+    "compat.frameworks",
     "compat.names",
     "compat.memory_tracker",
     "testing.pytest_private",

@@ -5,9 +5,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import set_seed
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.frameworks.lift import accelerate_on_cpu, library_of
-
-accelerate_on_cpu()
+from tests.frameworks.library import library_of
 
 
 def train(accelerator, model, optimizer, steps):

@@ -20,6 +20,8 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.frameworks import library
+
 Job = dict[str, Any]
 #: Seconds that the other ranks have when one has failed.
 _GRACE = 5.0
@@ -29,6 +31,8 @@ def main() -> None:
     """Answer jobs until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what programs print while they are imported is no answer
+    if os.environ["FULLSHARD_PATCH"] == "0":
+        library.put_torchs_on_cpu()
     for line in sys.stdin:
         job = json.loads(line)
         try:

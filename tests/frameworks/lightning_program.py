@@ -12,9 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from tests.frameworks.lift import library_of, lightning_strategy, torchs_wrapper_on_cpu
-
-torchs_wrapper_on_cpu()
+from tests.frameworks.library import library_of
 
 
 class Block(nn.Module):
@@ -85,7 +83,7 @@ def strategy_of(kind, options):
             if kind == "fabric2"
             else ModelParallelStrategy(**sizes, **saved)
         )
-    return lightning_strategy(FabricFSDP if kind == "fabric" else FSDPStrategy)(
+    return (FabricFSDP if kind == "fabric" else FSDPStrategy)(
         auto_wrap_policy={Block},
         state_dict_type="full" if "full" in options else "sharded",
         use_orig_params="flat" not in options,

@@ -7,7 +7,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import fully_shard
 
-from tests.frameworks.lift import library_of
+from tests.frameworks.library import library_of
 
 
 def run_case(folder, options):

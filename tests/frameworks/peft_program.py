@@ -15,9 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from tests.frameworks.lift import library_of, torchs_wrapper_on_cpu
+from tests.frameworks.library import library_of
 
-torchs_wrapper_on_cpu()
 CONFIG = LlamaConfig(
     vocab_size=97,
     hidden_size=32,

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
-from tests.frameworks.lift import library_of
+from tests.frameworks.library import library_of
 
 
 def part_of(index, mesh):

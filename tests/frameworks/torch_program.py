@@ -16,9 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import _NamedOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.frameworks.lift import library_of, torchs_wrapper_on_cpu
-
-torchs_wrapper_on_cpu()
+from tests.frameworks.library import library_of
 
 
 class Block(nn.Module):

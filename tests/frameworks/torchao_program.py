@@ -13,7 +13,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training, preco
 from torchao.prototype import quantized_training as training
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
 
-from tests.frameworks.lift import library_of
+from tests.frameworks.library import library_of
 
 WIDTH = 128
 ADAPTED = ("0", "1", "2")

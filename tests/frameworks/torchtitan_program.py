@@ -1,26 +1,25 @@
-# ruff: noqa: E402
 """torchtitan's debug models: parallelized by its own functions, trained, saved and resumed by its own parts."""
 
 from types import SimpleNamespace
 
 import torch
 from torch.distributed.tensor import DTensor
-
-from tests.frameworks.lift import library_of, torchtitan_on_cpu
-
-torchtitan_on_cpu()
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import ParallelDims, fsdp
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models import deepseek_v3, llama3
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.trainer import Trainer
 
+from tests.frameworks.library import choose_sums, library_of
+
 SEQUENCE = 16
+if fsdp.FSDPModule.__module__.startswith("torch"):
+    choose_sums(fsdp)
 
 
 class TrainState:

@@ -5,9 +5,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-from tests.frameworks.lift import accelerate_on_cpu, library_of
+from tests.frameworks.library import library_of
 
-accelerate_on_cpu()
 CONFIG = LlamaConfig(
     vocab_size=97,
     hidden_size=32,

@@ -10,9 +10,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from tests.frameworks.lift import accelerate_on_cpu, library_of
+from tests.frameworks.library import library_of
 
-accelerate_on_cpu()
 #: Every character is a token.
 VOCABULARY = {each: number for number, each in enumerate(["<pad>", "<eos>", "<unk>", *string.printable])}
 CHARACTERS = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fullshard
 from fullshard import interop, wrap
+from fullshard.compat import frameworks
 from fullshard.module import FSDPModule
 from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.schedule.hooks import when_sharded
@@ -58,7 +59,8 @@ def patch() -> int:
     ``torch.distributed.fsdp.fully_shard`` is then :func:`fullshard.fully_shard`, and so on for all that fullshard has,
     in every module that holds one of them, and in those that are imported later. Call it before a model is sharded. A
     second call changes nothing. Enums keep torch's members and values. torch's FSDP itself keeps what it had, and so
-    does ``replicate()``. ``FSDPMeshInfo`` and ``ShardPlacementResult`` stay torch's, and are accepted.
+    does ``replicate()``. ``FSDPMeshInfo`` and ``ShardPlacementResult`` stay torch's, and are accepted. Frameworks that
+    are asked for FSDP shard on CPUs too.
 
     Raises:
         RuntimeError: a model is sharded already, by whichever library.
@@ -72,6 +74,7 @@ def patch() -> int:
     for name in (*_PUBLIC, "torch.distributed._composable.replicate_with_fsdp"):
         if find_spec(name) is not None:
             importlib.import_module(name)
+    frameworks.install()
     ours = _replacements()
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and not _is_left_alone(module.__name__):
@@ -99,6 +102,7 @@ def unpatch() -> None:
         for names, name, original in _bound:
             names[name] = original
         _bound.clear()
+        frameworks.remove()
 
 
 def is_patched() -> bool:
