@@ -8,6 +8,7 @@ open can be neither removed nor renamed, nor a directory around it.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import io
 import mmap
@@ -37,7 +38,7 @@ FEATURES: dict[str, tuple[tuple[ModuleType, tuple[str, ...]], ...]] = {
     "reads at a place": ((os, ("pread", "preadv", "pwrite", "pwritev", "readv", "writev")),),
     "reservation": ((os, ("posix_fallocate", "posix_fadvise")),),
     "mappings": ((mmap, ("MAP_SHARED", "MAP_PRIVATE", "MAP_ANONYMOUS", "PROT_READ", "PROT_WRITE", "MADV_DONTNEED")),),
-    "users and limits": ((os, ("geteuid", "getuid", "sysconf", "fstatvfs", "getloadavg")),),
+    "users and limits": ((os, ("geteuid", "sysconf", "fstatvfs", "getloadavg")),),
     "scheduler": ((os, ("sched_getaffinity", "sched_yield")),),
     "facts of connections": ((socket, ("TCP_INFO", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "AF_UNIX")),),
     "modules": (),
@@ -61,7 +62,8 @@ def hide_paths() -> None:
         return called
 
     for name in ("stat", "lstat", "open", "readlink", "listdir", "scandir", "statvfs"):
-        setattr(os, name, hiding(getattr(os, name)))
+        if hasattr(os, name):
+            setattr(os, name, hiding(getattr(os, name)))
     os.access = hiding(os.access, False)
     builtins.open = io.open = hiding(io.open)
 
@@ -84,10 +86,8 @@ def keep_open_files() -> None:
 
     def in_use() -> Iterator[str]:
         for name in listdir("/proc/self/fd"):
-            try:
+            with contextlib.suppress(OSError):
                 yield readlink(f"/proc/self/fd/{name}")
-            except OSError:
-                pass
         with read("/proc/self/maps") as maps:
             yield from (fields[5].rstrip("\n") for line in maps if len(fields := line.split(maxsplit=5)) > 5)
 
@@ -110,7 +110,7 @@ def lack(names: list[str]) -> None:
     import torch.distributed.checkpoint  # torch asks `sys.platform`: it is not what is tried here
     import torch.multiprocessing  # noqa: F401
 
-    if len(names) == len(FEATURES):
+    if len(names) == len(FEATURES) and os.path.exists("/proc/self/fd"):
         keep_open_files()
     for module, lacked in (each for name in names for each in FEATURES[name]):
         for each in lacked:
@@ -169,60 +169,63 @@ def program(names: list[str], folder: Path) -> None:
 
     plain = model()
     train(plain, adam(plain.parameters()))
-    for options in ({}, {"zero_stage": 1}, {"zero_stage": 0}, {"offload_policy": "disk"}):
-        if "offload_policy" in options:
-            options = {"offload_policy": fullshard.DiskOffloadPolicy(folder / "disk")}
+    on_disk = fullshard.DiskOffloadPolicy(folder / "disk")
+    cases: list[dict[str, Any]] = [{}, {"zero_stage": 1}, {"zero_stage": 0}, {"offload_policy": on_disk}]
+    for number, options in enumerate(cases):
         sharded = fullshard.fully_shard(model(), mesh=mesh, **options)
         optimizer = adam(sharded.parameters())
         with fullshard.log_metrics(sharded, folder / f"metrics-{rank}.jsonl"), PreemptionHandler() as preempted:
             train(sharded, optimizer)
             assert not preempted()
         compare(whole(sharded))
-        print(checkpoint.save(folder / "run", sharded, optimizer, step=1, replicas=None))
-        checkpoint.save(folder / "run", sharded, optimizer, step=2, wait=False, keep_last=2)
+        directory = folder / f"run{number}"
+        checkpoint.save(directory, sharded, optimizer, step=1)
+        checkpoint.save(directory, sharded, optimizer, step=2, wait=False, keep_last=2)
+        checkpoint.save(directory, sharded, optimizer, step=3, wait=False, keep_last=2)
         checkpoint.wait_until_finished()
         train(sharded, optimizer, 1)
-        checkpoint.load(folder / "run", sharded, optimizer)
+        checkpoint.load(directory, sharded, optimizer)
         compare(whole(sharded))
+        if rank == 0:
+            assert [path.name for path in checkpoint.list_checkpoints(directory)] == ["step-00000003", "step-00000002"]
+            assert not [*directory.glob(".step-*")]
     wrapped = fullshard.FullyShardedDataParallel(model(), use_orig_params=True)
     train(wrapped, adam(wrapped.parameters()))
     with fullshard.summon_full_params(wrapped):
         compare([*wrapped.parameters()])
     checkpoint.save(folder / "replicas-too", wrapped, step=1, replicas=folder / "near")
     checkpoint.load(folder / "replicas-too", wrapped, replicas=folder / "near")
-    replicas = fullshard.fully_shard(
-        model(), mesh=init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
-    )
-    optimizer = adam(replicas.parameters())
-    LocalSteps(replicas, optimizer, every=1)
-    train(replicas, optimizer)
-    compare(whole(replicas))
     if size > 1:
+        apart = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+        replicas = fullshard.fully_shard(model(), mesh=apart)
+        optimizer = adam(replicas.parameters())
+        local_steps = LocalSteps(replicas, optimizer, every=1)
+        train(replicas, optimizer)
+        assert local_steps.steps == 3
+        compare(whole(replicas))
         world = dist.group.WORLD
         assert world is not None
         assert choose_transport(world, torch.device("cpu"))[0].name == "p2p"
         os.environ["FULLSHARD_TRANSPORT"] = "shm"
-        with pytest.raises(ValueError, match="'shm' cannot be used .* without the shared memory .* lacks memfd_create"):
+        with pytest.raises(ValueError, match=r"'shm' cannot .* without the shared memory .* it lacks memfd_create"):
             choose_transport(world, torch.device("cpu"))
         os.environ["FULLSHARD_TRANSPORT"] = "collective"
         collective = fullshard.fully_shard(model(), mesh=mesh)
         train(collective, adam(collective.parameters()))
         compare(whole(collective))
         del os.environ["FULLSHARD_TRANSPORT"]
-    fullshard.report.environment.check_environment(dist.group.WORLD, "cpu")  # type: ignore[attr-defined]
+    print(fullshard.doctor(sharded))
     dist.barrier()
+    dist.destroy_process_group()
     if rank == 0:
-        run, out = str(folder / "run"), folder / "out"
+        run, out = str(folder / "run3"), folder / "out"
         for command in (
             ["list", run], ["show", run], ["verify", run], ["diff", run, run],
             ["export", run, str(out)], ["export", run, str(folder / "model.pt")],
             ["import", str(folder / "model.pt"), str(folder / "again")], ["prune", run, "--latest", "1"],
         ):  # fmt: skip
             assert main(["checkpoint", *command]) == 0, command
-        assert [path.name for path in checkpoint.list_checkpoints(folder / "run")][1:] == []
-        assert not [*(folder / "run").glob(".step-*")]
-    dist.barrier()
-    dist.destroy_process_group()
+        assert [path.name for path in checkpoint.list_checkpoints(run)] == ["step-00000003"]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -238,8 +241,10 @@ def run(folder: Path, names: list[str], size: int) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    code = f"from pathlib import Path\nfrom tests.test_platforms import program\nprogram({names!r}, Path({str(folder)!r}))"
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    code = "from pathlib import Path\nfrom tests.test_platforms import program\n"
+    code += f"program({names!r}, Path({str(folder)!r}))"
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "USE_LIBUV": "0"}
+    place |= {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}  # files and terminals are of ASCII
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", code],
@@ -258,7 +263,7 @@ def run(folder: Path, names: list[str], size: int) -> None:
     assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(texts)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_programs_run_on_a_system_that_lacks_everything(tmp_path: Path, size: int) -> None:
     run(tmp_path, [*FEATURES], size)
 
@@ -267,3 +272,11 @@ def test_programs_run_on_a_system_that_lacks_everything(tmp_path: Path, size: in
 @pytest.mark.parametrize("feature", FEATURES)
 def test_programs_run_without_one_feature(tmp_path: Path, feature: str) -> None:
     run(tmp_path, [feature], 1)
+
+
+@pytest.mark.slow
+def test_a_torch_without_its_distributed_part_is_named() -> None:
+    code = "import torch; torch.distributed.is_available = lambda: False; import fullshard"
+    ended = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert "ImportError: this torch, 2." in ended.stderr
+    assert "was built without torch.distributed" in ended.stderr

@@ -285,6 +285,8 @@ class _Job:
             except subprocess.TimeoutExpired:
                 self._process.kill()
         self._process.wait()
+        if self.ending == "done" and hasattr(signal, "CTRL_BREAK_EVENT"):
+            self._abort()  # on Windows ranks do not end with their launcher
         self._reader.join(1.0)
 
     def judge(self) -> Diagnosis:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import fullshard
+from fullshard.buffer.shared_memory import missing
 from fullshard.comm.process_group import backend_name, gather_objects
 from fullshard.comm.select import choose_transport
 from fullshard.comm.waits import waiting
@@ -329,7 +330,7 @@ def _transport(process_group: dist.ProcessGroup, device: torch.device, every: Se
         return Check("transport", "error", f"{error}.")
     text = f"Buffers move by '{transport.name}': {why}."
     together = len({fact.host for fact in every}) == 1 < len(every)
-    may_share = is_host(device) and backend_name(process_group, device) == "gloo" and together
+    may_share = is_host(device) and backend_name(process_group, device) == "gloo" and together and not missing()
     advice = "Unset FULLSHARD_TRANSPORT. " if "FULLSHARD_TRANSPORT" in os.environ else ""
     advice += "The ranks share a host, and could share memory."
     return judged("transport", transport.name == "shm" or not may_share, text, advice)
