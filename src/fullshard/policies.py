@@ -423,7 +423,8 @@ _INSIDE = ("fullshard.", "torch.", "contextlib.")
 
 
 #: What a path of the operating system may not begin with: it would be a new directory below the working directory.
-_NO_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/|~(/|$)")
+_SEPARATOR = f"[/{re.escape(os.sep)}]"
+_NO_PATH = re.compile(f"[A-Za-z][A-Za-z0-9+.-]+:{_SEPARATOR}|~({_SEPARATOR}|$)")
 
 
 def is_url(text: str) -> bool:
