@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -231,8 +232,8 @@ def program(names: list[str], folder: Path) -> None:
 def environment(**more: str) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH"))))
     found = {name: value for name, value in os.environ.items() if not name.startswith("FULLSHARD_")}
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        found.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for loopback in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:  # the host's name may not resolve
+        found.setdefault("GLOO_SOCKET_IFNAME", loopback)
     return {**found, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
 
 
@@ -272,6 +273,29 @@ def test_programs_run_on_a_system_that_lacks_everything(tmp_path: Path, size: in
 @pytest.mark.parametrize("feature", FEATURES)
 def test_programs_run_without_one_feature(tmp_path: Path, feature: str) -> None:
     run(tmp_path, [feature], 1)
+
+
+@pytest.mark.parametrize("name", ["preadv", "no preadv"])
+def test_threads_read_and_write_at_places_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from fullshard.platforms import open_flags, read_at, write_at
+
+    for call in ("preadv", "pwritev") if name == "no preadv" else ():
+        monkeypatch.delattr(os, call, raising=False)
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | open_flags("O_NO_SUCH_FLAG"))
+
+    def move(number: int) -> bool:
+        mine, found = memoryview(bytes([10, 13, number]) * 100), memoryview(bytearray(400))
+        assert write_at(file, mine, 300 * number) == 300
+        assert read_at(file, found[:300], 300 * number) == 300
+        return found[:300] == mine
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(move, range(200)))
+    assert read_at(file, memoryview(bytearray(400)), 300 * 199) == 300
+    os.close(file)
+    assert (tmp_path / "file").stat().st_size == 300 * 200
 
 
 @pytest.mark.slow
