@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,6 +46,7 @@ FEATURES: dict[str, tuple[tuple[ModuleType, tuple[str, ...]], ...]] = {
     "modules": (),
     "paths": (),
     "libc": (),
+    "fine clocks": (),
 }
 MODULES, PATHS = ("resource", "fcntl", "termios", "pwd", "grp"), ("/proc", "/dev/shm", "/dev/fd", "/sys")
 
@@ -79,6 +81,13 @@ def hide_libc() -> None:
         made(library, name, *args, **kwargs)
 
     ctypes.CDLL.__init__ = load  # type: ignore[method-assign]
+
+
+def coarsen_clocks() -> None:
+    """Before Python 3.13 the clock of Windows moves in steps."""
+    monotonic, step = time.monotonic_ns, 15_625_000
+    time.monotonic_ns = lambda: monotonic() // step * step
+    time.monotonic = lambda: time.monotonic_ns() / 1e9
 
 
 def keep_open_files() -> None:
@@ -124,6 +133,8 @@ def lack(names: list[str]) -> None:
         hide_paths()
     if "libc" in names:
         hide_libc()
+    if "fine clocks" in names:
+        coarsen_clocks()
 
 
 def train(step: Callable[[Any], Any], optimizer: Any, steps: int = 3) -> None:
@@ -175,9 +186,12 @@ def program(names: list[str], folder: Path) -> None:
     for number, options in enumerate(cases):
         sharded = fullshard.fully_shard(model(), mesh=mesh, **options)
         optimizer = adam(sharded.parameters())
-        with fullshard.log_metrics(sharded, folder / f"metrics-{rank}.jsonl"), PreemptionHandler() as preempted:
-            train(sharded, optimizer)
+        metrics = folder / f"metrics-{rank}.jsonl"
+        with fullshard.log_metrics(sharded, metrics), PreemptionHandler() as preempted:
+            with fullshard.profile(sharded, steps=3) as trace:
+                train(sharded, optimizer)
             assert not preempted()
+            print(trace)
         compare(whole(sharded))
         directory = folder / f"run{number}"
         checkpoint.save(directory, sharded, optimizer, step=1)

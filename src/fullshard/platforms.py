@@ -95,6 +95,15 @@ def reserve_space(file: int, start: int, nbytes: int) -> bool:
     return True
 
 
+def force(file: int) -> None:
+    """Forces a file to the disk. macOS needs a call of its own, without which the disk may still keep it in memory."""
+    if hasattr(_fcntl, "F_FULLFSYNC"):
+        with suppress(OSError):  # not every file system knows it
+            _fcntl.fcntl(file, _fcntl.F_FULLFSYNC)
+            return
+    os.fsync(file)
+
+
 def lock(file: int, shared: bool = False) -> None:
     """Locks an open file or directory until it is closed or this process ends. A shared lock is waited for.
 

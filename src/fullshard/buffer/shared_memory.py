@@ -47,12 +47,12 @@ class Address(NamedTuple):
 
 
 def missing() -> str:
-    """What this system lacks of what segments need; empty if it has all. Processors other than x86-64 may reorder what
-    we write; Python may have been built for older systems; some sandboxes do not tell of writes to a view."""
+    """What this system lacks of what segments need, three things at most; empty if it has all. Processors other than
+    x86-64 may reorder writes; Python may be built for older systems; some sandboxes do not tell of writes to a view."""
     lacks = [] if (machine := platform.machine()) == "x86_64" else [f"a processor x86-64 (this is {machine})"]
     lacks += [name for owner, name in _CALLS if not hasattr(owner, name)]
     lacks += [] if os.access(_PAGEMAP, os.R_OK) else [_PAGEMAP]
-    return ", ".join(lacks) or ("" if _tells_of_writes() else "page faults that tell of writes to a private mapping")
+    return ", ".join(lacks[:3]) or ("" if _tells_of_writes() else "page faults for writes to a private mapping")
 
 
 @cache

@@ -20,7 +20,7 @@ import xxhash
 
 from fullshard.disk.file import bytes_of
 from fullshard.disk.tensor import DiskTensor
-from fullshard.platforms import libc, open_directory, open_flags, read_at
+from fullshard.platforms import force, libc, open_directory, open_flags, read_at
 
 #: Bytes of a block. The last block of a file may be shorter.
 BLOCK = 1 << 18
@@ -119,7 +119,7 @@ def force_names(directory: Path) -> None:
     """Forces the names in a directory to the disk, where a directory can be opened."""
     if (opened := open_directory(directory)) is not None:
         try:
-            os.fsync(opened)
+            force(opened)
         finally:
             os.close(opened)
 
@@ -149,7 +149,7 @@ class BlockWriter:
             _start_writeback(self._file, ctypes.c_int64(self.size - _AHEAD), ctypes.c_int64(_AHEAD), 2)
 
     def _finish(self) -> None:
-        os.fsync(self._file)
+        force(self._file)
 
     def write(self, data: memoryview | bytes) -> None:
         """Adds bytes."""

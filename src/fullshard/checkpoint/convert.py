@@ -34,7 +34,7 @@ from fullshard.checkpoint.manifest import Location, few
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.save import save
 from fullshard.disk.file import bytes_of
-from fullshard.platforms import reserve_space
+from fullshard.platforms import force, reserve_space
 
 #: For each format, the name of its file in a directory, and its suffixes.
 FORMATS = {
@@ -141,7 +141,7 @@ def export(
             (work / names[-1]).write_text(json.dumps(index, indent=2), encoding="utf-8")
         for name in names:
             with open(work / name, "rb+") as file:  # Windows forces only what may be written
-                os.fsync(file.fileno())
+                force(file.fileno())
         for name in names:
             os.rename(work / name, folder / name)
     except BaseException as error:
