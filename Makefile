@@ -27,7 +27,7 @@ OTHER := .venv-torch-$(TORCH)
 # Ranks that share one machine share its cores, and more threads than cores only slow each other down.
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
-.PHONY: help train finetune hosts test quick test-all test-torch frameworks lint types docs docs-test fuzz mutate bench \
+.PHONY: help train finetune hosts test quick test-all test-torch frameworks lint types types-elsewhere docs docs-test fuzz mutate bench \
 	gpu clean
 .DEFAULT_GOAL := help
 
@@ -67,7 +67,7 @@ test: lint ## lint, check types, run the quick lane of the tests
 quick: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-all: lint types $(VENV)/.installed-servers ## the same with every test, and with servers of stores (needs npm)
+test-all: lint types types-elsewhere $(VENV)/.installed-servers ## the same with every test, and with servers of stores (needs npm)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --all $(ARGS)
 
 test-torch: ## run every test with another torch, TORCH=2.15.0 (2.11 or newer), in an environment of its own
@@ -87,6 +87,10 @@ lint: $(VENV)/.installed-test ## ruff: rules and format
 
 types: $(VENV)/.installed-test ## mypy, strict
 	$(BIN)/mypy
+
+types-elsewhere: $(VENV)/.installed-test ## the same for the library and the examples on macOS and Windows
+	for system in darwin win32; do \
+		$(BIN)/mypy --platform $$system --cache-dir .mypy_cache/$$system src/fullshard examples || exit 1; done
 
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(VENV)/.installed-docs ## build the documentation site into site/

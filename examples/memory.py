@@ -6,7 +6,6 @@ ranks of a host share is divided among them, so that the ranks' figures add up t
 
 from __future__ import annotations
 
-import resource
 import sys
 import threading
 from collections.abc import Iterable
@@ -35,6 +34,10 @@ def now(device: torch.device) -> int:
     if ACCOUNT.exists():
         fields = (line.split() for line in ACCOUNT.read_text().splitlines())
         return 1024 * sum(int(field[1]) for field in fields if field[0] in PARTS)
+    if sys.platform == "win32":
+        return 0
+    import resource
+
     highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # elsewhere the peak of the process so far
     return highest if sys.platform == "darwin" else 1024 * highest
 

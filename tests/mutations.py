@@ -1132,7 +1132,7 @@ MUTATIONS = (
     # checkpoints beside another job
     Mutation(
         "checkpoint/local.py",
-        "fcntl.flock(file, fcntl.LOCK_SH)",
+        "lock(file, shared=True)",
         "pass",
         "tests/checkpoint/test_beside_a_saver.py::test_what_is_read_is_removed_by_the_save_after",
     ),

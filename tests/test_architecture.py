@@ -21,6 +21,7 @@ LAYERS = (
         "torch_private",
         "torch_rules",
         "tree",
+        "platforms",
         "policies",
         "offload_policy",
         "wire_policy",

@@ -10,6 +10,14 @@ __version__ = "0.2.0"
 if sys.orig_argv[-1:] == ["--version"] and [os.path.basename(each) for each in sys.orig_argv[-2:-1]] == ["fullshard"]:
     sys.exit(print(f"fullshard {__version__}"))  # what the command says, before torch is imported
 
+import torch as _torch
+
+if not _torch.distributed.is_available():
+    raise ImportError(
+        f"this torch, {_torch.__version__}, was built without torch.distributed, by which the ranks of fullshard "
+        f"communicate: install a build that has it, such as those of pytorch.org"
+    )
+
 from fullshard import optim as optim
 from fullshard._renamed import renamed as _renamed_to
 from fullshard.comm.waits import PeerFailureError

@@ -7,11 +7,13 @@ A thin layer: each command calls what the library has.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import platform
 import runpy
 import shutil
 import site
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,6 +27,7 @@ import fullshard
 from fullshard.checkpoint.commands import add_commands
 from fullshard.comm.select import choose_transport
 from fullshard.compat.patch import patch_and_report
+from fullshard.device import default_device_type, is_host
 from fullshard.rehearsal.command import add_rehearse
 from fullshard.report.commands import add_explain, add_fit
 from fullshard.report.doctor import add_doctor
@@ -55,14 +58,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_doctor(commands.add_parser("doctor", help="start a job, check its first steps, and say what is wrong with it"))
     add_commands(commands.add_parser("checkpoint", help="list, check, show, convert and compare checkpoints"))
     options = parser.parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # not every encoding of a terminal has all characters
     return int(options.call(options))
 
 
 def _run(options: argparse.Namespace) -> int:
     """Runs a program with fullshard in place of torch's FSDP, in its child processes too (FULLSHARD_PATCH=1)."""
     os.environ["FULLSHARD_PATCH"] = "1"
-    program, is_file = options.program, Path(options.program).is_file() and not shutil.which(options.program)
-    if not options.is_module and not is_file:
+    program = options.program
+    is_command = not program.endswith(".py") and shutil.which(program)  # Windows takes each file for a command
+    if not options.is_module and (is_command or not Path(program).is_file()):
         return _execute(program, options.arguments)
     patch_and_report()
     sys.argv = [program, *options.arguments]
@@ -76,8 +83,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _execute(command: str, arguments: Sequence[str]) -> int:
-    """Replace this process by another program. Each Python process in it patches torch when it imports torch."""
-    if shutil.which(command) is None:
+    """Replace this process by another program, or run it where the system cannot do that. Each Python process in it
+    patches torch when it imports torch."""
+    if (found := shutil.which(command)) is None:
         print(f"python -m fullshard run: no file and no command '{command}'", file=sys.stderr)
         return 2
     folders = [*site.getsitepackages(), site.getusersitepackages()]
@@ -88,20 +96,21 @@ def _execute(command: str, arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
+    if not hasattr(os, "fork"):  # such a system starts a new process for it, and ends this one before that
+        return subprocess.call([found, *arguments])
     os.execvp(command, [command, *arguments])
 
 
 def _env(_: argparse.Namespace) -> int:
     """Prints what a bug report should contain."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = accelerator or torch.device("cpu")
+    device = torch.device(default_device_type())
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()]
     rows = {
         "fullshard": fullshard.__version__,
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "system": platform.platform(),
-        "device": f"{device}, {torch.accelerator.device_count() if accelerator else os.cpu_count()} of them",
+        "device": f"{device}, {os.cpu_count() if is_host(device) else torch.accelerator.device_count()} of them",
         "backends": ", ".join(backends),
         "transport": _transport(device),
         "torch's names": "bound to fullshard's" if fullshard.is_patched() else "torch's own",
@@ -124,19 +133,20 @@ def _transport(device: torch.device) -> str:
         except Exception as error:  # such as two ranks on the one GPU of a machine
             if not Path(folder, "transport").exists():
                 return f"unknown, as two ranks could not be tried: {str(error).strip().splitlines()[-1]}"
-        return Path(folder, "transport").read_text()
+        return Path(folder, "transport").read_text(encoding="utf-8")
 
 
 def _write_transport(rank: int, folder: str, device: torch.device) -> None:
     backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=2)
+    store = dist.FileStore(str(Path(folder, "store")), 2)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2)
     try:
         transport, why = choose_transport(dist.group.WORLD, device)  # type: ignore[arg-type]
         message = f"{transport.name} for ranks of this machine: {why}"
     except ValueError as error:
         message = str(error)
     if rank == 0:
-        Path(folder, "transport").write_text(message)
+        Path(folder, "transport").write_text(message, encoding="utf-8")
     dist.barrier()  # a rank that ends while the other still connects would fail it
     dist.destroy_process_group()
 

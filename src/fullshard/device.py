@@ -261,9 +261,10 @@ def compute_device(device_type: str) -> torch.device:
 
 
 def default_device_type() -> str:
-    """The type of the accelerator if there is one, otherwise ``"cpu"``."""
+    """The type of the accelerator if there is one that has streams (MPS has none, and no backend), otherwise
+    ``"cpu"``."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return device.type if device is not None else "cpu"
+    return device.type if device is not None and hasattr(torch.get_device_module(device), "Stream") else "cpu"
 
 
 def move_to_device(

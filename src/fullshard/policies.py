@@ -423,15 +423,21 @@ _INSIDE = ("fullshard.", "torch.", "contextlib.")
 
 
 #: What a path of the operating system may not begin with: it would be a new directory below the working directory.
-_NO_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/|~(/|$)")
+_SEPARATOR = f"[/{re.escape(os.sep)}]"
+_NO_PATH = re.compile(f"[A-Za-z][A-Za-z0-9+.-]+:{_SEPARATOR}|~({_SEPARATOR}|$)")
+
+
+def is_url(text: str) -> bool:
+    """Whether a text is a URL, and not a path, which on Windows may begin with a drive."""
+    return "://" in text and not os.path.splitdrive(text)[0]
 
 
 def local_path(path: str | os.PathLike[str], what: str) -> Path:
     """A path of the operating system. Raises ValueError for a URL, also for one that ``Path`` has changed, and for a
     "~" that no shell has expanded. ``what`` says in the error what the path is for."""
-    is_url = hasattr(path, "fs") and not isinstance(path, Path)  # a UPath
-    text = str(path) if is_url else os.fspath(path)
-    if is_url or "://" in text:
+    is_upath = hasattr(path, "fs") and not isinstance(path, Path)
+    text = str(path) if is_upath else os.fspath(path)
+    if is_upath or is_url(text):
         raise ValueError(f"{what} is the URL {text}; expected a path on a local disk")
     if _NO_PATH.match(text):
         hint = f"os.path.expanduser({text!r})" if text[0] == "~" else "a URL as a string, because Path() changes it"

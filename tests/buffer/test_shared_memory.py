@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from fullshard.buffer import shared_memory
-from fullshard.buffer.shared_memory import LINE, Address, Counters, Segment, can_share
+from fullshard.buffer.shared_memory import LINE, Address, Counters, Segment, missing
 from tests.harness.held import mappings, open_files
 
-pytestmark = pytest.mark.skipif(not can_share(), reason="this system shares no memory")
+pytestmark = pytest.mark.skipif(bool(missing()), reason="this system shares no memory")
 
 PAGE = mmap.PAGESIZE
 

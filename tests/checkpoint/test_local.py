@@ -40,6 +40,26 @@ def test_leftovers_are_removed_unless_somebody_writes_to_them(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[3:])
 
 
+def test_without_locks_leftovers_stay_and_what_the_system_does_not_rename_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint.save(tmp_path, nn.Linear(2, 2), step=1)
+    assert isinstance(path, Path)
+    (left := tmp_path / ".step-00000002.ab-1-0a0a0a0a.partial").mkdir()
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        with pytest.raises(PermissionError):
+            LocalStorage(tmp_path).remove(path)
+        patch.setattr("fullshard.platforms._fcntl", None)
+        assert not LocalStorage(tmp_path).remove(path)
+        LocalStorage(tmp_path).begin(None).discard()
+    assert sorted(tmp_path.iterdir()) == [left, path]
+
+
 def test_what_is_no_directory_does_not_keep_leftovers(tmp_path: Path) -> None:
     for number in range(8):
         (tmp_path / f".step-0000000{number}.file-1-00000000.partial").write_text("")

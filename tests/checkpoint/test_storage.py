@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ntpath
+import os
 import sys
 from pathlib import Path
 
@@ -44,6 +46,12 @@ def test_what_would_be_a_directory_below_the_working_directory_is_refused(
     with pytest.raises(ValueError, match=r"replicas is the URL s3://bucket/run; expected a path"):
         checkpoint.forget_replicas("s3://bucket/run")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("directory", ["C:/run", "C://run", Path("C://run"), "file:///C:/run"])
+def test_a_drive_of_windows_is_no_protocol(directory: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "splitdrive", ntpath.splitdrive)
+    assert located(directory) == Path("C:/run")
 
 
 def test_a_url_is_in_a_store() -> None:

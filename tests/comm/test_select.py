@@ -103,24 +103,13 @@ def refuse(*args: Any) -> Any:
     raise PermissionError("not in this sandbox")
 
 
+WITHOUT = "rank 1 runs on a system without the shared memory that this transport needs: it lacks"
 #: What a system may lack or forbid, and what is said of rank 1, on which it is tried.
 LACKS: dict[str, tuple[str, Any, str]] = {
-    "shared memory": (
-        "os.memfd_create",
-        None,
-        "rank 1 runs on a system without the shared memory that this transport needs",
-    ),
-    "pidfd": ("os.pidfd_open", None, "rank 1 runs on a system without the shared memory that this transport needs"),
-    "pagemap": (
-        "fullshard.buffer.shared_memory._PAGEMAP",
-        "/proc/none",
-        "rank 1 runs on a system without the shared memory",
-    ),
-    "processor": (
-        "platform.machine",
-        lambda: "aarch64",
-        "rank 1 runs on a system without the shared memory that this transport needs",
-    ),
+    "shared memory": ("os.memfd_create", None, f"{WITHOUT} memfd_create"),
+    "pidfd": ("os.pidfd_open", None, f"{WITHOUT} pidfd_open"),
+    "pagemap": ("fullshard.buffer.shared_memory._PAGEMAP", "/proc/none", f"{WITHOUT} /proc/none"),
+    "processor": ("platform.machine", lambda: "aarch64", rf"{WITHOUT} a processor x86-64 \(this is aarch64\)"),
     "processes": ("os.pidfd_open", refuse, "rank 1 cannot see the processes of the others"),
     "mappings": ("fullshard.buffer.shared_memory.Segment.open", refuse, "a rank could not map another rank's memory"),
 }

@@ -14,10 +14,10 @@ import mmap
 import os
 import weakref
 from pathlib import Path
-from typing import Any
+
+from fullshard.platforms import libc as _libc
 
 _STATUS = Path("/proc/self/statm")
-_libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 #: The largest that glibc takes on 64 bits; larger pieces always come from the system. It raises the threshold to this
 #: by itself in a program that frees such pieces, and that of what it keeps to twice as much. So there is no way back to
@@ -89,7 +89,7 @@ def bound_freed(nbytes: int) -> None:
 def _beside_allocated() -> int:
     """The resident bytes of this process that are neither allocated nor shared: freed memory, and what is not of the
     heap."""
-    _, resident, shared, *_ = _STATUS.read_text().split()
+    _, resident, shared, *_ = _STATUS.read_text(encoding="utf-8").split()
     info = _libc.mallinfo2()
     return (int(resident) - int(shared)) * mmap.PAGESIZE - info.uordblks - info.hblkhd
 

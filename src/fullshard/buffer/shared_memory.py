@@ -15,8 +15,7 @@ import ctypes
 import mmap
 import os
 import platform
-import resource
-import sys
+import select
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,11 +25,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fullshard.platforms import after_fork, libc, linux, resource
+
 LINE = 64  # bytes that counters take for each process: no two share a cache line
 _NAME, _PAGEMAP = "fullshard", "/proc/self/pagemap"
-_OF_PROCESS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
+SHARED, PRIVATE, _OF_PROCESS = 1, 2, 0x22  # of Linux, as all that follows: MAP_SHARED, MAP_PRIVATE, and | MAP_ANONYMOUS
+_ACCESS, _DONTNEED = 3, 4  # PROT_READ | PROT_WRITE, MADV_DONTNEED
 _MOVE, _LEAVE = 3, 4  # MREMAP_MAYMOVE | MREMAP_FIXED, MREMAP_DONTUNMAP
+#: What segments, waits for them and forks need of a system.
+_CALLS = [(linux, name) for name in ("memfd_create", "pidfd_open", "posix_fallocate", "register_at_fork")]
+_CALLS += [(linux, "sched_yield"), (select, "poll"), (resource, "getrusage"), (libc, "mremap")]
 
 
 class Address(NamedTuple):
@@ -42,13 +46,13 @@ class Address(NamedTuple):
     nbytes: int
 
 
-def can_share() -> bool:
-    """Whether this system has what segments need. Processors other than x86-64 may reorder what we write; Python may
-    have been built for older systems; some sandboxes do not tell of writes to a view."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return False
-    has_calls = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
-    return has_calls and os.access(_PAGEMAP, os.R_OK) and _tells_of_writes()
+def missing() -> str:
+    """What this system lacks of what segments need, three things at most; empty if it has all. Processors other than
+    x86-64 may reorder writes; Python may be built for older systems; some sandboxes do not tell of writes to a view."""
+    lacks = [] if (machine := platform.machine()) == "x86_64" else [f"a processor x86-64 (this is {machine})"]
+    lacks += [name for owner, name in _CALLS if not hasattr(owner, name)]
+    lacks += [] if os.access(_PAGEMAP, os.R_OK) else [_PAGEMAP]
+    return ", ".join(lacks[:3]) or ("" if _tells_of_writes() else "page faults for writes to a private mapping")
 
 
 @cache
@@ -57,7 +61,7 @@ def _tells_of_writes() -> bool:
     has memory for a trial."""
     try:
         shared = Segment.create(mmap.PAGESIZE)
-        view = Segment.open(shared.address, mmap.MAP_PRIVATE)
+        view = Segment.open(shared.address, PRIVATE)
     except OSError:
         return True
     value, before = view.memory[0], page_faults()
@@ -73,7 +77,6 @@ def page_faults() -> int:
 
 @cache
 def _libc() -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
     address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.mmap.restype = libc.mremap.restype = address
     libc.mmap.argtypes = [address, size, *3 * [number], ctypes.c_int64]
@@ -90,7 +93,7 @@ class Pages:
     def __init__(self, fd: int, nbytes: int, flags: int, access: int = _ACCESS) -> None:
         self.start = _checked(_libc().mmap(None, nbytes, access, flags, fd, 0))
         self.nbytes = nbytes
-        self.is_shared = bool(flags & mmap.MAP_SHARED)
+        self.is_shared = bool(flags & SHARED)
         #: The parts, where each begins and how many bytes it has, that a forked child is to see.
         self.own: Sequence[tuple[int, int]] = ()
         self.memory: Callable[[], object] = lambda: None  # what keeps them mapped, as long as it is there
@@ -162,7 +165,7 @@ def _in_child() -> None:
     _copied.clear()
 
 
-os.register_at_fork(before=_before_fork, after_in_child=_in_child)
+after_fork(_in_child, _before_fork)
 
 
 def forget_copies() -> None:
@@ -204,18 +207,18 @@ class Segment:
     def create(cls, nbytes: int) -> Segment:
         """New memory, all zeros."""
         nbytes = max(1, nbytes)
-        file = File(os.memfd_create(_NAME, os.MFD_CLOEXEC))
-        os.posix_fallocate(file.fd, 0, nbytes)
+        file = File(linux.memfd_create(_NAME))
+        linux.posix_fallocate(file.fd, 0, nbytes)
         address = Address(os.getpid(), file.fd, os.fstat(file.fd).st_ino, nbytes)
-        return cls(Pages(file.fd, nbytes, mmap.MAP_SHARED), address, file)
+        return cls(Pages(file.fd, nbytes, SHARED), address, file)
 
     @classmethod
-    def open(cls, address: Address, flags: int = mmap.MAP_SHARED) -> Segment:
+    def open(cls, address: Address, flags: int = SHARED) -> Segment:
         """The memory that a process made. With ``MAP_PRIVATE`` writes of this process go to copies of the pages, of
         which :meth:`was_written` tells, and of which :meth:`discard_writes` lets go."""
         link = f"/proc/{address.pid}/fd/{address.fd}"
         if os.readlink(link).startswith(f"/memfd:{_NAME} "):  # to open another kind of file may block
-            file = File(os.open(link, os.O_RDWR | os.O_CLOEXEC))
+            file = File(os.open(link, os.O_RDWR))
             found = os.fstat(file.fd)
             if (found.st_ino, found.st_size) == (address.inode, address.nbytes):
                 return cls(Pages(file.fd, address.nbytes, flags), address)
@@ -244,7 +247,7 @@ class Segment:
         """Let go of the pages of this process. ``to`` has them then if it is as large, and the system can move them."""
         if to is not None and (nbytes := to.address.nbytes) == self.address.nbytes:
             _libc().mremap(self.pages.start, nbytes, nbytes, _MOVE | _LEAVE, to.pages.start)
-        _libc().madvise(self.pages.start, self.address.nbytes, mmap.MADV_DONTNEED)
+        _libc().madvise(self.pages.start, self.address.nbytes, _DONTNEED)
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor that begins ``start`` bytes into the segment, with a storage of its own and no more in it."""

@@ -16,6 +16,7 @@ import torch
 from fullshard.checkpoint.blocks import CheckpointError
 from fullshard.checkpoint.manifest import Location
 from fullshard.checkpoint.ranks import PeerFailure
+from fullshard.platforms import after_fork
 from fullshard.watch.watch import waiting_for_thread
 
 #: The memory of a save that needs none.
@@ -161,7 +162,7 @@ def _forget_parent() -> None:
     Background._saves = []
 
 
-os.register_at_fork(after_in_child=_forget_parent)
+after_fork(_forget_parent)
 
 # ``atexit`` would be too late: by then the pools of ``concurrent.futures``, which write to stores, refuse work.
 threading._register_atexit(_report)  # type: ignore[attr-defined]

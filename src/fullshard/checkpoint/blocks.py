@@ -20,6 +20,7 @@ import xxhash
 
 from fullshard.disk.file import bytes_of
 from fullshard.disk.tensor import DiskTensor
+from fullshard.platforms import force, libc, open_directory, open_flags, read_at
 
 #: Bytes of a block. The last block of a file may be shorter.
 BLOCK = 1 << 18
@@ -29,7 +30,7 @@ _LARGE = 1 << 16
 #: After this many bytes, the kernel is asked to start writing them to the disk, so that ``fsync`` waits less at the
 #: end.
 _AHEAD = 32 * BLOCK
-_start_writeback = getattr(ctypes.CDLL(None), "sync_file_range", None)
+_start_writeback = getattr(libc, "sync_file_range", None)
 
 
 #: A function that writers of this thread call with the number of bytes written.
@@ -68,7 +69,7 @@ def open_regular(path: Path) -> tuple[int, int]:
     """Opens a file for reading, and returns its descriptor and its size. Raises CorruptCheckpointError if it is not a
     regular file: reading a pipe or a device might never end."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        file = os.open(path, os.O_RDONLY | open_flags("O_NONBLOCK", "O_NOCTTY"))
         found = os.fstat(file)
     except (OSError, ValueError) as error:
         raise CorruptCheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
@@ -82,7 +83,7 @@ def read_regular(path: Path) -> bytes:
     """Reads a whole file that must have no holes, such as a manifest."""
     opened, size = open_regular(path)
     with open(opened, "rb") as file:
-        if size and os.lseek(opened, 0, os.SEEK_HOLE) < size:
+        if size and hasattr(os, "SEEK_HOLE") and os.lseek(opened, 0, os.SEEK_HOLE) < size:
             raise CorruptCheckpointError(f"{path} has a hole, so it is not what was written")
         os.lseek(opened, 0, os.SEEK_SET)
         data = file.read(size)
@@ -115,12 +116,12 @@ def make_directory(path: Path) -> None:
 
 
 def force_names(directory: Path) -> None:
-    """Forces the names in a directory to the disk."""
-    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+    """Forces the names in a directory to the disk, where a directory can be opened."""
+    if (opened := open_directory(directory)) is not None:
+        try:
+            force(opened)
+        finally:
+            os.close(opened)
 
 
 class BlockWriter:
@@ -136,7 +137,7 @@ class BlockWriter:
         self._open(path)
 
     def _open(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | open_flags(), 0o666)
 
     def _append(self, part: memoryview) -> int:
         """Adds bytes to the file, and returns how many."""
@@ -148,7 +149,7 @@ class BlockWriter:
             _start_writeback(self._file, ctypes.c_int64(self.size - _AHEAD), ctypes.c_int64(_AHEAD), 2)
 
     def _finish(self) -> None:
-        os.fsync(self._file)
+        force(self._file)
 
     def write(self, data: memoryview | bytes) -> None:
         """Adds bytes."""
@@ -242,7 +243,7 @@ class BlockReader:
 
     def _fill(self, block: memoryview, start: int) -> int:
         """Reads bytes from ``start`` on, and returns how many. Raises OSError."""
-        return os.preadv(self._file, [block], start)
+        return read_at(self._file, block, start)
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Says which bytes are read next, for readers that read ahead."""

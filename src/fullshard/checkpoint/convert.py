@@ -34,6 +34,7 @@ from fullshard.checkpoint.manifest import Location, few
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.save import save
 from fullshard.disk.file import bytes_of
+from fullshard.platforms import force, reserve_space
 
 #: For each format, the name of its file in a directory, and its suffixes.
 FORMATS = {
@@ -137,10 +138,10 @@ def export(
             where = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard}
             index = {"metadata": {"total_size": sum(item.nbytes for item in items)}, "weight_map": where}
             names.append(f"{plain}.index.json")
-            (work / names[-1]).write_text(json.dumps(index, indent=2))
+            (work / names[-1]).write_text(json.dumps(index, indent=2), encoding="utf-8")
         for name in names:
-            with open(work / name, "rb") as file:
-                os.fsync(file.fileno())
+            with open(work / name, "rb+") as file:  # Windows forces only what may be written
+                force(file.fileno())
         for name in names:
             os.rename(work / name, folder / name)
     except BaseException as error:
@@ -189,7 +190,7 @@ def _write_safetensors(path: Path, items: list[_Item], read: _Read) -> None:
 
 def _write_torch(path: Path, items: list[_Item], read: _Read) -> None:
     """Writes a file of ``torch.save`` without values, and then copies each tensor into it. Tied tensors share their
-    storage."""
+    storage. Where no file can be mapped and filled so, all tensors are in memory at once."""
     state: dict[str, torch.Tensor] = {}
     distinct: dict[object, _Item] = {}
     for item in items:
@@ -199,7 +200,12 @@ def _write_torch(path: Path, items: list[_Item], read: _Read) -> None:
         with torch.serialization.skip_data():
             torch.save(state, path)
         with open(path, "rb+") as file:  # on a full disk an error here, but the end of the process below
-            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+            is_reserved = reserve_space(file.fileno(), 0, path.stat().st_size)
+        if not is_reserved or not hasattr(mmap, "MAP_SHARED"):
+            for item in distinct.values():
+                state[item.name].copy_(read(item))
+            torch.save(state, path)
+            return
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             mapped = torch.load(path, mmap=True, weights_only=True)
     except RuntimeError as error:  # torch's, in place of an OSError

@@ -10,7 +10,6 @@ block from a rank of another host that has the file. Each rank has a thread that
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from fullshard.checkpoint.replicas import Hosts, mark_at, training_of
 from fullshard.checkpoint.storage import storage_of
 from fullshard.comm.waits import waiting
 from fullshard.disk.file import bytes_of
+from fullshard.platforms import read_at
 from fullshard.policies import warn
 
 #: Tags of requests (number of the file, first byte, number of bytes; or :data:`_END`) and of answers.
@@ -134,7 +134,7 @@ class Replica:
                 answer = torch.zeros(length + 1, dtype=torch.uint8)
                 try:
                     with open(open_regular(self.path / names[number])[0], "rb", buffering=0) as file:
-                        answer[-1] = os.preadv(file.fileno(), [bytes_of(answer)[:-1]], start) != length
+                        answer[-1] = read_at(file.fileno(), bytes_of(answer)[:-1], start) != length
                 except (OSError, CorruptCheckpointError):
                     answer[-1] = 1
                 dist.send(answer, dst=requester, group=self.ranks.group, tag=_ANSWER)

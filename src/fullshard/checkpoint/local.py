@@ -10,7 +10,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
-import fcntl
 import itertools
 import os
 import re
@@ -32,6 +31,7 @@ from fullshard.checkpoint.blocks import (
     read_regular,
 )
 from fullshard.checkpoint.manifest import MANIFEST, StoredFile, is_checkpoint, name_of, number_of, step_of, steps_of
+from fullshard.platforms import has_locks, lock, open_directory, open_flags
 
 #: The hidden directories of a save and of a removal. Others that begin so are those of other programs.
 _PARTIAL = re.compile(r"\.step-\d{8,}\..+-\d+-[0-9a-f]{8}\.partial")
@@ -95,13 +95,19 @@ class LocalStorage:
         hidden = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.removed"
         with contextlib.ExitStack() as opened:
             with contextlib.suppress(OSError):  # there is no manifest, or there are no locks
-                lock = os.open(path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)  # NFS needs write access for locks
-                opened.callback(os.close, lock)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return False
-            path.rename(hidden)  # so that nobody sees a part of it
+                if has_locks():  # Windows renames no directory with an open file
+                    file = os.open(path / MANIFEST, os.O_RDWR)  # NFS needs write access for locks
+                    opened.callback(os.close, file)
+                    try:
+                        lock(file)
+                    except BlockingIOError:
+                        return False
+            try:
+                path.rename(hidden)  # so that nobody sees a part of it
+            except PermissionError:
+                if has_locks():
+                    raise
+                return False  # somebody reads it
         shutil.rmtree(hidden)
         return True
 
@@ -109,11 +115,13 @@ class LocalStorage:
         """Removes directories of processes that ended in the middle of a save."""
         for path in self.leftovers():
             try:
-                opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                opened = open_directory(path)
             except OSError:
                 continue
+            if opened is None:
+                return
             try:
-                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(opened)
                 shutil.rmtree(path, ignore_errors=True)
             except OSError:
                 pass  # somebody writes to it
@@ -125,13 +133,13 @@ class LocalStorage:
 
     def note(self, name: str) -> str:
         with contextlib.suppress(OSError, ValueError):
-            return (self.directory / name).read_text()
+            return (self.directory / name).read_text(encoding="utf-8")
         return ""
 
     def write_note(self, name: str, text: str) -> None:
         make_directory(self.directory)
         written = self.directory / f".{name}.{uuid.uuid4().hex[:8]}"
-        written.write_text(text)
+        written.write_text(text, encoding="utf-8", newline="\n")
         os.replace(written, self.directory / name)
 
 
@@ -140,8 +148,9 @@ class LocalPartial:
 
     largest, unsent, attempt = float("inf"), 0, ""
 
-    def __init__(self, path: Path, step: int, lock: int = -1) -> None:
-        self.path, self.step, self._lock = path, step, lock
+    def __init__(self, path: Path, step: int, is_mine: bool = False) -> None:
+        self.path, self.step, self._is_mine = path, step, is_mine
+        self._lock = open_directory(path) if is_mine else None
 
     @property
     def key(self) -> str:
@@ -154,9 +163,10 @@ class LocalPartial:
         path = directory / f".{name_of(step)}.{job}.partial"
         path.mkdir()
         with contextlib.suppress(FileNotFoundError, BlockingIOError):
-            made = cls(path, step, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            made = cls(path, step, is_mine=True)
             try:
-                fcntl.flock(made._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if made._lock is not None:
+                    lock(made._lock)
             except OSError as error:
                 if isinstance(error, BlockingIOError):
                     made._release()
@@ -201,14 +211,14 @@ class LocalPartial:
         raise AssertionError
 
     def discard(self, is_empty: bool = False) -> None:
-        if self._lock >= 0:
+        if self._is_mine:
             shutil.rmtree(self.path, ignore_errors=True)
             self._release()
 
     def _release(self) -> None:
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            os.close(lock)
+        opened, self._lock, self._is_mine = self._lock, None, False
+        if opened is not None:
+            os.close(opened)
 
 
 class LocalFiles:
@@ -220,10 +230,10 @@ class LocalFiles:
     def pin(self, owner: object) -> Callable[[], object]:
         """Locks the manifest. The lock ends with the process."""
         with contextlib.suppress(OSError):  # no manifest (reading it reports that), or no locks
-            file = os.open(self.path / MANIFEST, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            file = os.open(self.path / MANIFEST, os.O_RDONLY | open_flags("O_NONBLOCK"))
             unpin = weakref.finalize(owner, os.close, file)
             with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_SH)  # waits for a save that is about to remove it
+                lock(file, shared=True)  # waits for a save that is about to remove it
             return unpin
         return lambda: None
 

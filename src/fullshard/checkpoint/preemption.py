@@ -15,9 +15,13 @@ from torch.distributed import ProcessGroup
 from fullshard._renamed import new_name, renamed_keywords
 from fullshard.checkpoint.ranks import Ranks
 
+#: Windows does not deliver SIGTERM: who asks a process to end there sends Ctrl+Break.
+_SIGNALS = [signal.SIGTERM, *([signal.SIGBREAK] if hasattr(signal, "SIGBREAK") else [])]
+
 
 class PreemptionHandler:
-    """A context in which SIGTERM does not end the process at once, but asks it to save and stop.
+    """A context in which SIGTERM does not end the process at once, but asks it to save and stop. On Windows so does
+    Ctrl+Break.
 
     ::
 
@@ -40,7 +44,7 @@ class PreemptionHandler:
     def __init__(self, grace_period: float = 30.0, process_group: ProcessGroup | None = None) -> None:
         self._grace_period, self._group = grace_period, process_group
         self._timer: threading.Timer | None = None
-        self._before: Any = signal.SIG_DFL
+        self._before: dict[int, Any] = {}
         self._signalled_at: float | None = None
 
     @property
@@ -61,11 +65,12 @@ class PreemptionHandler:
 
     def __enter__(self) -> Self:
         self._ranks = Ranks(self._group)
-        self._before = signal.signal(signal.SIGTERM, self._note_signal)
+        self._before = {each: signal.signal(each, self._note_signal) for each in _SIGNALS}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+        for each, before in self._before.items():
+            signal.signal(each, before)
         if self._timer is not None:
             self._timer.cancel()
 

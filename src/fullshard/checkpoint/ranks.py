@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError
 from fullshard.comm.process_group import broadcast_object, decoded, encoded, gather_objects
 from fullshard.comm.waits import PeerFailureError, waiting
+from fullshard.platforms import after_fork
 
 _Result = TypeVar("_Result")
 
@@ -26,7 +27,7 @@ def _note_group() -> None:
         _PARENT["group"] = dist.group.WORLD
 
 
-os.register_at_fork(after_in_child=_note_group)
+after_fork(_note_group)
 
 
 class PeerFailure(CheckpointError, PeerFailureError):

@@ -24,7 +24,6 @@ from __future__ import annotations
 import builtins
 import io
 import json
-import os
 import random
 import re
 import time
@@ -38,6 +37,7 @@ from functools import cache, cached_property, partial
 from fullshard.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, CheckpointError, CorruptCheckpointError
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Location, StoredFile, entry_of, name_of, number_of
 from fullshard.checkpoint.store import NOW, Lease, Store
+from fullshard.platforms import after_fork
 from fullshard.policies import warn
 
 #: The most bytes of an object with tensors, or of a range that is read at once. How many of them travel at a time.
@@ -54,7 +54,7 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_AT_A_TIME, "fullshard-store")
 
 
-os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process has none of the threads
+after_fork(_threads.cache_clear)  # a forked process has none of the threads
 
 
 class ObjectStorage:

@@ -39,11 +39,11 @@ from fullshard.checkpoint.reader import list_checkpoints
 from fullshard.checkpoint.storage import files_of, storage_of
 from fullshard.comm.waits import waiting
 from fullshard.disk.file import bytes_of
+from fullshard.platforms import boot_id
 from fullshard.policies import local_path
 
 #: The file of a directory of checkpoints that names its training.
 _TRAINING = "near.json"
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 #: Bytes of one message to another host, and the tag of the messages.
 _MESSAGE, _TAG = 32 * BLOCK, 0x6E656172
 
@@ -168,11 +168,14 @@ class _Copy:
 
 def _location_of(root: Path) -> tuple[Any, ...]:
     """A value that is equal on ranks that see the same directory, and differs on all others. Nobody else may read or
-    write the directory, because anybody may make one in ``/dev/shm``."""
+    write the directory, because anybody may make one in ``/dev/shm``. On a system whose files have no such owners, that
+    is left to the user."""
     try:
         root.mkdir(0o700, parents=True, exist_ok=True)
         found, problem = root.stat(), ""
-        if not {root.lstat().st_uid, found.st_uid} <= {os.geteuid()}:
+        if not hasattr(os, "geteuid"):
+            pass
+        elif not {root.lstat().st_uid, found.st_uid} <= {os.geteuid()}:
             problem = f"it belongs to the user {found.st_uid}, and this process is of {os.geteuid()}"
         elif found.st_mode & 0o022:
             problem = "other users may write to it"
@@ -182,7 +185,7 @@ def _location_of(root: Path) -> tuple[Any, ...]:
         raise CheckpointError(f"no in-memory replicas can be kept in {root}: {error.strerror}") from error
     if problem:
         raise CheckpointError(f"no in-memory replicas can be kept in {root}: {problem}; name a new directory")
-    return _BOOT.read_text() if _BOOT.exists() else socket.gethostname(), found.st_dev, found.st_ino
+    return boot_id() or socket.gethostname(), found.st_dev, found.st_ino
 
 
 def binding(directory: Location) -> dict[str, str]:

@@ -138,7 +138,7 @@ def save(
 
     Ranks: all ranks of ``process_group`` alike.
     """
-    began, state = time.monotonic(), checked_state(state)
+    began, state = time.perf_counter(), checked_state(state)
     budget = None if memory_budget_bytes is None else bytes_of(memory_budget_bytes)
     if wait or budget is None:
         Background.wait_until_finished()
@@ -170,7 +170,7 @@ def save(
         copied = writing.copy(budget or 0)
     except Exception as error:  # its thread tells the other ranks, whose threads wait for it
         writing.failure = error
-    writing.blocked = time.monotonic() - began
+    writing.blocked = time.perf_counter() - began
     Background.start(writing.write, writing.step, copied)
     return None
 
@@ -377,7 +377,7 @@ class _Writing:
         finally:
             if self.partial is not None:
                 self.partial.discard()
-        path, seconds = self.directory / str(everyone[self.leader]), time.monotonic() - self.began
+        path, seconds = self.directory / str(everyone[self.leader]), time.perf_counter() - self.began
         for each in self.logged:
             each.add_save(seconds, sum(file.size for file in files.values()), self.blocked or seconds)
         if self.ranks.first:

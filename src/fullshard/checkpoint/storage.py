@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from fullshard.checkpoint.blocks import BlockReader, BlockWriter
 from fullshard.checkpoint.manifest import Location, StoredFile
-from fullshard.policies import local_path
+from fullshard.policies import is_url, local_path
 
 
 def located(directory: str | os.PathLike[str] | Any) -> Location:
@@ -29,13 +29,13 @@ def located(directory: str | os.PathLike[str] | Any) -> Location:
     if not isinstance(directory, Path) and hasattr(directory, "fs"):
         return directory
     text = os.fspath(directory)
-    if "://" not in text:
+    if not is_url(text):
         return local_path(directory, "the directory")
     if text.startswith(("file://", "local://")):
         path = text.partition("://")[2].removeprefix("localhost")
         if not path.startswith("/") or "%" in path:
             raise ValueError(f"{text} names a host, a relative path or encoded letters: give a path such as /data/run")
-        return Path(path)
+        return Path(path[1:] if os.path.splitdrive(path[1:])[0] else path)  # Windows: /C:/run
     try:
         from upath import UPath
     except ImportError as error:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from fullshard.checkpoint.blocks import CheckpointError
-from fullshard.comm.local_ranks import host_id
+from fullshard.platforms import after_fork, host_id
 from fullshard.policies import warn
 
 _Result = TypeVar("_Result")
@@ -334,7 +334,7 @@ def _holder(key: str) -> bytes:
 def _started(process: int) -> str:
     """When a process of this host was started, which tells it from a later one of the same number."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[19]
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()[19]
     except (OSError, IndexError):
         return ""
 
@@ -344,4 +344,4 @@ def _forget_parent() -> None:
     Lease._held, Lease._renewing = weakref.WeakValueDictionary(), None
 
 
-os.register_at_fork(after_in_child=_forget_parent)
+after_fork(_forget_parent)

@@ -13,7 +13,6 @@ transport how bytes travel, and to :mod:`fullshard.encodings` what they mean::
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -35,6 +34,7 @@ from fullshard.comm.waits import WAITS, Wait
 from fullshard.device import Pending, is_host
 from fullshard.encoded_tensors import EncodedTensors, add_up, decode_tensors, encode_each, encode_together
 from fullshard.encodings import Encoding, Unencoded
+from fullshard.platforms import after_fork
 from fullshard.torch_private import foreach_copy
 
 #: Numbers of a parcel, which is a message. Encoding takes 0.8 of the time that it takes in parcels of a quarter, whose
@@ -363,4 +363,4 @@ class _Threads:
 
 
 _threads = _Threads()
-os.register_at_fork(after_in_child=_threads.__init__)  # type: ignore[misc]
+after_fork(_threads.__init__)  # type: ignore[misc]

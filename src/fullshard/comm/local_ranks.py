@@ -6,20 +6,18 @@ the barrier between passes. Others decide what is shared.
 
 from __future__ import annotations
 
-import mmap
 import os
-import select
 import time
 import weakref
 from contextlib import suppress
-from pathlib import Path
 from typing import Literal
 
 import torch.distributed as dist
 
-from fullshard.buffer.shared_memory import Address, Counters, Segment, can_share, forget_copies
+from fullshard.buffer.shared_memory import PRIVATE, Address, Counters, Segment, forget_copies, missing
 from fullshard.comm.process_group import gather_objects
 from fullshard.comm.waits import WAITS, PeerFailureError, Wait, describe_with_position
+from fullshard.platforms import host_id, linux, ready, watched
 from fullshard.torch_private import timeout_of
 
 #: Seconds for which a wait only looks, and then gives the processor to others between looks, before it sleeps. The
@@ -40,14 +38,11 @@ class LocalRanks:
         self._pids = pids
         self._looks = _LOOK if self.size <= (os.cpu_count() or 1) else 0.0
         self._timeout = timeout_of(process_group)
-        self._poll = select.poll()
         self._rank_of: dict[int, int] = {}
         for rank, pid in enumerate(pids):
             if rank != self.rank:
-                watched = os.pidfd_open(pid)
-                weakref.finalize(self, os.close, watched)
-                self._poll.register(watched, select.POLLIN)
-                self._rank_of[watched] = rank
+                self._rank_of[file := watched(pid)] = rank
+                weakref.finalize(self, os.close, file)
 
     def map_together(self, segment: Segment | None, view: Segment | None = None) -> bool:
         """Let one piece of memory, which every rank maps, take the place of what each has reserved.
@@ -73,7 +68,7 @@ class LocalRanks:
         with suppress(OSError):
             if address is not None:
                 common = common or Segment.open(address)
-                look = Segment.open(address, mmap.MAP_PRIVATE)
+                look = Segment.open(address, PRIVATE)
         everyone = all(gather_objects(look is not None, process_group))
         if segment is None or common is None or look is None or not everyone:
             return False
@@ -95,7 +90,7 @@ class LocalRanks:
                 if now - begin < self._looks:
                     continue
                 if now - begin < _YIELD:
-                    os.sched_yield()
+                    linux.sched_yield()
                     continue
                 if WAITS.current is None:
                     WAITS.current = Wait(doing, self.process_group(), tag)
@@ -108,7 +103,7 @@ class LocalRanks:
             WAITS.current = before
 
     def _check_peers(self, counters: Counters, value: int, wait: Wait, waited: float) -> None:
-        ended = [self._rank_of[watched] for watched, _ in self._poll.poll(0)]  # before the look at where they are
+        ended = [self._rank_of[file] for file in ready(self._rank_of)]  # before the look at where they are
         missing = [rank for rank in range(self.size) if rank != self.rank and counters.of(rank) < value]
         here = f"rank {self.global_ranks[self.rank]} waited in {describe_with_position(wait)}"
         if lost := ", ".join(self._name(rank) for rank in missing if rank in ended):
@@ -190,10 +185,10 @@ class PassBarrier:
 
 def find_local_ranks(process_group: dist.ProcessGroup) -> LocalRanks | str:
     """The ranks of a process group, all of which must call it, if they share a host, or why they do not."""
-    every: list[tuple[int, str, bool]] = gather_objects((os.getpid(), host_id(), can_share()), process_group)
-    for rank, (_, host, able) in enumerate(every):
-        if not able:
-            return f"rank {rank} runs on a system without the shared memory that this transport needs"
+    every: list[tuple[int, str, str]] = gather_objects((os.getpid(), host_id(), missing()), process_group)
+    for rank, (_, host, lacks) in enumerate(every):
+        if lacks:
+            return f"rank {rank} runs on a system without the shared memory that this transport needs: it lacks {lacks}"
         if host != every[0][1]:
             return f"rank {rank} runs on a different host than rank 0"
     local_ranks: LocalRanks | None = None
@@ -203,11 +198,3 @@ def find_local_ranks(process_group: dist.ProcessGroup) -> LocalRanks | str:
     if local_ranks is None or not all(met):
         return f"rank {met.index(False)} cannot see the processes of the others"
     return local_ranks
-
-
-def host_id() -> str:
-    """Identifies the host: equal for processes of one boot, in one space of process numbers."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return f"unknown to process {os.getpid()}"

@@ -29,6 +29,7 @@ import torch
 import xxhash
 
 from fullshard.buffer.heap import bound_freed
+from fullshard.platforms import open_flags, read_at, reserve_space, write_at
 
 #: Bytes of a block.
 BLOCK = 1 << 22
@@ -163,12 +164,11 @@ class DiskFile:
         return _moved["read"], _moved["write"]
 
     def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC
-        if self.direct and hasattr(os, "O_DIRECT"):
+        if self.direct and hasattr(os, "O_DIRECT") and hasattr(os, "preadv"):  # that reads to aligned memory
             with suppress(OSError):  # the file system has only cached reads
-                return _open_unnamed(self.directory, flags | os.O_DIRECT)
+                return _open_unnamed(self.directory, os.O_DIRECT)
         self.direct = False
-        return _open_unnamed(self.directory, flags)
+        return _open_unnamed(self.directory)
 
     def allocate(self, numel: int, dtype: torch.dtype, what: str) -> Region:
         """A region for ``numel`` elements; ``what`` names the tensor in errors. Raises DiskError: the disk is full."""
@@ -180,10 +180,9 @@ class DiskFile:
             start = self.nbytes
             if size:
                 try:
-                    os.posix_fallocate(self.fd, start, size)
+                    reserve_space(self.fd, start, size)
                 except OSError as error:
-                    if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # file systems without this call
-                        raise self.failure("write", what, error) from error
+                    raise self.failure("write", what, error) from error
             self.nbytes += size
         return Region(self, start, size, numel, dtype, what)
 
@@ -210,7 +209,7 @@ class DiskFile:
     def bounce(self) -> memoryview:
         """The buffer of the thread that calls."""
         if not hasattr(self._local, "buffer"):
-            self._local.buffer = memoryview(mmap.mmap(-1, BLOCK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            self._local.buffer = memoryview(mmap.mmap(-1, BLOCK))
         buffer: memoryview = self._local.buffer
         return buffer
 
@@ -290,7 +289,7 @@ class Region:
             return
         length, buffer = self._length(number), self._place(number, target)
         block = self.file.bounce() if buffer is None else buffer
-        self._transfer(os.preadv, "read", number, block)
+        self._transfer(read_at, "read", number, block)
         if xxhash.xxh3_64_intdigest(block[:length]) != self._checksums[number]:
             raise self.file.failure("read", self.what, "they are not what was written (wrong checksum)")
         if buffer is None:
@@ -305,7 +304,7 @@ class Region:
             torch.frombuffer(block, dtype=self.dtype, count=values.numel()).copy_(values)
         self._checksums[number] = xxhash.xxh3_64_intdigest(block[:length])
         try:
-            self._transfer(os.pwritev, "write", number, block)
+            self._transfer(write_at, "write", number, block)
         except DiskError as error:
             self._failures[number] = error
             raise
@@ -319,15 +318,13 @@ class Region:
             is_block = is_block and tensor.nbytes % _ALIGNMENT == 0 and tensor.data_ptr() % _ALIGNMENT == 0
         return bytes_of(tensor) if is_block and tensor.is_contiguous() else None
 
-    def _transfer(
-        self, call: Callable[[int, list[memoryview], int], int], verb: str, number: int, block: memoryview
-    ) -> None:
+    def _transfer(self, call: Callable[[int, memoryview, int], int], verb: str, number: int, block: memoryview) -> None:
         """Read a block into memory, or write it from there. Raises DiskError."""
         length, done = self._length(number), 0
         block = block[: -(-length // _ALIGNMENT) * _ALIGNMENT]
         while done < length:
             try:
-                count = call(self.file.fd, [block[done:]], self._start + number * BLOCK + done)
+                count = call(self.file.fd, block[done:], self._start + number * BLOCK + done)
             except OSError as error:
                 raise self.file.failure(verb, self.what, error) from error
             if count == 0:
@@ -354,15 +351,18 @@ def _array(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
     return ctypes.c_char * nbytes
 
 
-def _open_unnamed(directory: Path, flags: int) -> int:
-    """Open a new file that has no name."""
-    with suppress(OSError, AttributeError):  # not every file system can make one
-        return os.open(directory, flags | os.O_TMPFILE, 0o600)
+def _open_unnamed(directory: Path, flags: int = 0) -> int:
+    """Open a new file that has no name, or that goes when it is closed."""
+    flags |= os.O_RDWR
+    if hasattr(os, "O_TMPFILE"):
+        with suppress(OSError):  # not every file system can make one
+            return os.open(directory, flags | os.O_TMPFILE, 0o600)
     path = directory / f"fullshard-{os.getpid()}-{os.urandom(8).hex()}"
     try:
-        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL | open_flags("O_TEMPORARY"), 0o600)
     finally:
-        path.unlink(missing_ok=True)
+        if not hasattr(os, "O_TEMPORARY"):  # otherwise the system removes it, and nobody else can
+            path.unlink(missing_ok=True)
 
 
 def _close(fd: int, threads: Iterable[ThreadPoolExecutor]) -> None:

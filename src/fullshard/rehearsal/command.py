@@ -102,7 +102,7 @@ def _measure(library: str, options: argparse.Namespace) -> dict[str, Any] | None
         environment = {**os.environ, ASKED: json.dumps(asked), "FULLSHARD_PATCH": "0"}
         output = sys.stderr.fileno() if options.json else None
         subprocess.run([sys.executable, "-m", "fullshard.rehearsal.rank"], env=environment, stdout=output, check=False)
-        return json.loads(results.read_text()) if results.exists() else None
+        return json.loads(results.read_text(encoding="utf-8")) if results.exists() else None
 
 
 def report(found: dict[str, dict[str, Any]], steps: int) -> str:

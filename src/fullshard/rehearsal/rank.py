@@ -174,7 +174,7 @@ def streams_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _streams(profiler: Any) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         profiler.export_chrome_trace(str(file := Path(folder, "trace.json")))
-        return streams_of(json.loads(file.read_text())["traceEvents"])
+        return streams_of(json.loads(file.read_text(encoding="utf-8"))["traceEvents"])
 
 
 def _waits(trace: Trace) -> list[dict[str, Any]]:
@@ -220,7 +220,7 @@ def main() -> int:
             runpy.run_path(program, run_name="__main__")
     except _Enough:
         how = {"network in Python": network.why, "seconds of a call": network.seconds_of_a_call()}
-        Path(asked["results"]).write_text(json.dumps(observer.found | how))
+        Path(asked["results"]).write_text(json.dumps(observer.found | how), encoding="utf-8")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # threads and workers of the program need not end

@@ -23,7 +23,8 @@ _DATA = "fullshard"
 
 def write(ranks: Sequence[RankTrace], file: Path) -> None:
     """Write ``trace.json``."""
-    file.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events(ranks), _DATA: as_data(ranks)}))
+    data = {"displayTimeUnit": "ms", "traceEvents": events(ranks), _DATA: as_data(ranks)}
+    file.write_text(json.dumps(data), encoding="utf-8")
 
 
 def read(file: Path) -> list[RankTrace]:
@@ -33,7 +34,7 @@ def read(file: Path) -> list[RankTrace]:
         ValueError: the file is not a trace of fullshard, or has a different version.
     """
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text(encoding="utf-8"))
         return from_data(found.get(_DATA) if isinstance(found, dict) else None)
     except ValueError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error

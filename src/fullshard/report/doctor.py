@@ -273,7 +273,7 @@ class _Job:
     def _abort(self) -> None:
         """Abort the ranks, so that they write their stacks."""
         for file in self._folder.glob("*.jsonl"):
-            with suppress(ProcessLookupError):
+            with suppress(OSError):  # it has ended
                 os.kill(int(file.stem), signal.SIGABRT)
         time.sleep(1.0)
 
@@ -285,6 +285,8 @@ class _Job:
             except subprocess.TimeoutExpired:
                 self._process.kill()
         self._process.wait()
+        if self.ending == "done" and hasattr(signal, "CTRL_BREAK_EVENT"):
+            self._abort()  # on Windows ranks do not end with their launcher
         self._reader.join(1.0)
 
     def judge(self) -> Diagnosis:
@@ -298,12 +300,13 @@ def read_logs(folder: Path) -> list[ProcessLog]:
     found = []
     for file in folder.glob("*.jsonl"):
         lines = []
-        for line in file.read_text().splitlines():
+        for line in file.read_text(encoding="utf-8").splitlines():
             with suppress(json.JSONDecodeError):  # the line is being written
                 lines.append(json.loads(line))
         if lines:
             stack = file.with_suffix(".stack")
-            found.append(ProcessLog(lines, stack.read_text(errors="replace") if stack.exists() else ""))
+            text = stack.read_text(encoding="utf-8", errors="replace") if stack.exists() else ""
+            found.append(ProcessLog(lines, text))
     return sorted(found, key=lambda log: (len(log.rank), log.rank))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import shutil
 import socket
 import time
@@ -24,11 +23,13 @@ import torch
 import torch.distributed as dist
 
 import fullshard
+from fullshard.buffer.shared_memory import missing
 from fullshard.comm.process_group import backend_name, gather_objects
 from fullshard.comm.select import choose_transport
 from fullshard.comm.waits import waiting
-from fullshard.device import CPU, compute_device, is_host
+from fullshard.device import CPU, compute_device, default_device_type, is_host
 from fullshard.disk.file import DiskFile
+from fullshard.platforms import resource
 from fullshard.report.text import bytes_text, percent, seconds_text, table
 
 Result = Literal["error", "warning", "not checked", "ok"]
@@ -91,11 +92,11 @@ class Facts:
     host: str = field(default_factory=socket.gethostname)
     versions: str = f"fullshard {fullshard.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     device: str = "cpu"
-    accelerators: int = field(default_factory=torch.accelerator.device_count)
+    accelerators: int = field(default_factory=lambda: _accelerators())
     cores: list[int] = field(default_factory=lambda: _cores())
     crowded: float = field(default_factory=lambda: _crowded())
     threads: int = field(default_factory=torch.get_num_threads)
-    files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else -1)
     shared: int = field(default_factory=lambda: _free_shared_memory())
     #: Each directory to which values are offloaded: its name, the bytes of its file, those free, and its file system.
     disks: list[tuple[str, int, int, str]] = field(default_factory=lambda: _disks_in_use())
@@ -106,6 +107,10 @@ class Facts:
     restarts: int = field(default_factory=lambda: int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") or 0))
 
 
+def _accelerators() -> int:
+    return 0 if default_device_type() == "cpu" else torch.accelerator.device_count()
+
+
 def _cores() -> list[int]:
     """The cores that this process may use, by number."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
@@ -114,7 +119,7 @@ def _cores() -> list[int]:
 def _crowded() -> float:
     """How much the main thread waited for a core, as a part of the time in which it could run; -1 if unknown."""
     try:
-        ran, waited = map(int, Path("/proc/self/schedstat").read_text().split()[:2])
+        ran, waited = map(int, Path("/proc/self/schedstat").read_text(encoding="utf-8").split()[:2])
     except (OSError, ValueError):
         return -1.0
     return waited / (ran + waited) if ran else -1.0
@@ -127,15 +132,21 @@ def _free_shared_memory() -> int:
 def _disks_in_use() -> list[tuple[str, int, int, str]]:
     found = []
     for file in DiskFile.opened():
-        path, room = file.directory.absolute(), os.fstatvfs(file.fd)  # the directory itself may be gone
-        found.append((str(path), file.nbytes, room.f_bavail * room.f_frsize, _file_system(path)))
+        path = file.directory.absolute()
+        if hasattr(os, "fstatvfs"):  # the directory itself may be gone
+            room = os.fstatvfs(file.fd)
+            free = room.f_bavail * room.f_frsize
+        else:
+            free = shutil.disk_usage(path).free
+        found.append((str(path), file.nbytes, free, _file_system(path)))
     return found
 
 
 def _file_system(path: Path) -> str:
     """The type of a directory's file system, such as ``ext4``; empty if it is not known."""
     try:
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+        table_of_mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
+        mounts = [line.split() for line in table_of_mounts.splitlines()]
     except OSError:
         return ""
     around = {str(each) for each in (path.resolve(), *path.resolve().parents)}
@@ -247,6 +258,9 @@ def _clocks(every: Sequence[Facts]) -> Iterator[Check]:
 
 def _open_files(every: Sequence[Facts]) -> Iterator[Check]:
     least = min(every, key=lambda fact: fact.files)
+    if least.files < 0:
+        yield Check("open files", "not checked", f"{least.host} does not say how many files a process may open.")
+        return
     text = f"A process may open {least.files} files on {least.host}."
     advice = f"Allow more (ulimit -n {_FILES}): ranks that share memory need one for each buffer."
     yield judged("open files", least.files >= _FILES, text, advice)
@@ -316,7 +330,7 @@ def _transport(process_group: dist.ProcessGroup, device: torch.device, every: Se
         return Check("transport", "error", f"{error}.")
     text = f"Buffers move by '{transport.name}': {why}."
     together = len({fact.host for fact in every}) == 1 < len(every)
-    may_share = is_host(device) and backend_name(process_group, device) == "gloo" and together
+    may_share = is_host(device) and backend_name(process_group, device) == "gloo" and together and not missing()
     advice = "Unset FULLSHARD_TRANSPORT. " if "FULLSHARD_TRANSPORT" in os.environ else ""
     advice += "The ranks share a host, and could share memory."
     return judged("transport", transport.name == "shm" or not may_share, text, advice)

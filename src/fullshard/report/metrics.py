@@ -26,6 +26,7 @@ from fullshard.disk.file import DiskFile
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.step import Action
+from fullshard.platforms import open_flags
 from fullshard.report.watching import Point, StepObserver, TimedMark, from_others
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import schedule_of, units_in
@@ -46,7 +47,8 @@ def log_metrics(model: nn.Module, to: str | os.PathLike[str] | ScalarWriter, *, 
     - ``disk_waited_seconds``, ``disk_read_bytes``, ``disk_written_bytes``: how long this rank waited for its disk, and
       what it read and wrote there. Only with a :class:`~fullshard.DiskOffloadPolicy`.
     - ``memory_bytes``, ``peak_memory_bytes``: the memory after the step, and the largest so far. On the CPU it is the
-      resident memory of the process; on an accelerator, what torch has allocated there.
+      resident memory of the process, or 0 on a system that does not say; on an accelerator, what torch has allocated
+      there.
     - ``save_seconds``, ``save_bytes``, ``save_bytes_per_second``, ``save_blocked_seconds``: only if a save of the
       model (:func:`fullshard.checkpoint.save`) ends in the step. Its time from call to end, the bytes that this rank
       wrote, and how long training waited. If several saves end in it, they are added up.
@@ -92,7 +94,7 @@ def _writer(to: Any) -> Callable[[int, dict[str, float]], None]:
         return add
     if not isinstance(to, str | os.PathLike):
         raise TypeError(f"log_metrics expects a path or an object with add_scalar, got {type(to).__name__}")
-    file = os.open(to, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    file = os.open(to, os.O_WRONLY | os.O_APPEND | os.O_CREAT | open_flags(), 0o644)
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def append(step: int, figures: dict[str, float]) -> None:

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fullshard.comm.local_ranks import host_id
 from fullshard.comm.process_group import decoded, encoded, gather_objects
 from fullshard.comm.waits import waiting
+from fullshard.platforms import host_id
 from fullshard.policies import local_path
 from fullshard.report import chrome_trace, page
 from fullshard.report.findings import Finding, findings

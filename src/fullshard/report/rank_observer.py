@@ -57,7 +57,7 @@ class RankObserver:
     def __init__(self, directory: Path, steps: int) -> None:
         self._steps = steps
         self._name = directory / f"{os.getpid()}.jsonl"
-        self._stacks = open(directory / f"{os.getpid()}.stack", "w")  # noqa: SIM115  as long as the process runs
+        self._stacks = open(directory / f"{os.getpid()}.stack", "w", encoding="utf-8")  # noqa: SIM115  as long as the process runs
         self._overrides = Overrides()
         self._original_begin_tree = Schedule.begin_tree
         self._schedule: Schedule | None = None
@@ -115,7 +115,7 @@ class RankObserver:
 
     def report(self, kind: str, **fields: Any) -> None:
         """Write a line of this kind."""
-        with open(self._name, "a") as file:
+        with open(self._name, "a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, "rank": self.rank, "time": time.time(), **fields}) + "\n")
 
     def _report_check(self, check: Check) -> None:

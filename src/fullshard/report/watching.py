@@ -7,8 +7,8 @@ the function that is called after a wait for a disk.
 
 from __future__ import annotations
 
+import mmap
 import os
-import resource
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -25,6 +25,7 @@ from fullshard.device import Mark, Streams, is_host, streams_of
 from fullshard.disk.file import Work
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.step import Action
+from fullshard.platforms import linux, peak_memory
 from fullshard.schedule.schedule import Schedule
 from fullshard.torch_private import running_backward
 
@@ -87,8 +88,8 @@ class Memory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.name = "resident memory of the process" if is_host(device) else f"allocated on {device}"
-        self._file, self._status, self._page = -1, -1, os.sysconf("SC_PAGE_SIZE")
-        if is_host(device) and os.path.exists("/proc/self/statm"):
+        self._file, self._status, self._page = -1, -1, mmap.PAGESIZE
+        if is_host(device) and hasattr(os, "pread") and os.path.exists("/proc/self/statm"):
             self._file, self._status = (os.open(f"/proc/self/{name}", os.O_RDONLY) for name in ("statm", "status"))
             for file in (self._file, self._status):
                 weakref.finalize(self, os.close, file)
@@ -96,16 +97,16 @@ class Memory:
     def now(self) -> int:
         """The memory in use, in bytes; 0 if it is unknown."""
         if self._file >= 0:
-            return int(os.pread(self._file, 64, 0).split()[1]) * self._page
+            return int(linux.pread(self._file, 64, 0).split()[1]) * self._page
         return 0 if is_host(self._device) else torch.accelerator.memory_allocated(self._device)
 
     def peak(self) -> int:
-        """The largest memory in use so far, in bytes."""
+        """The largest memory in use so far, in bytes; 0 if it is unknown."""
         if not is_host(self._device):
             return torch.accelerator.max_memory_allocated(self._device)
         if self._status < 0:
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        status = os.pread(self._status, 4096, 0).partition(b"VmHWM:")[2]  # getrusage starts from the parent's peak
+            return peak_memory()
+        status = linux.pread(self._status, 4096, 0).partition(b"VmHWM:")[2]  # getrusage starts from the parent's peak
         return max(int(status.partition(b"kB")[0] or 0) * 1024, self.now())  # the kernel's count lags behind
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import select
 import socket
+import stat
 import struct
 import threading
 import time
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from fullshard.platforms import ready
 from fullshard.torch_private import port_of
 
 _log = logging.getLogger("fullshard")
@@ -42,19 +43,15 @@ class StoreConnection:
         self._rank, self._lock, self._is_closed = rank, threading.Lock(), False
         self._silent_since: float | None = None
         self._not_before = 0.0  # time until which nothing is asked
-        #: Of the connections to its server, if it has one: a request to one that has gone prints the stack of C++.
-        self._poll, self._polls = select.poll(), threading.Lock()
         new = (each for each, ends in connected_sockets() if ends not in known and ends[1].endswith(f":{self.port}"))
-        self._connections = [each.dup() for each in new]
-        for each in self._connections:
-            self._poll.register(each, getattr(select, "POLLRDHUP", 0))
+        #: Those to its server, if it has one: a request to one that has gone prints the stack of C++.
+        self._connections = [each.dup().detach() for each in new]
         threading.Thread(target=self._serve, name="fullshard-store", daemon=True).start()
 
     @property
     def has_gone(self) -> bool:
-        """Whether the process that has the store has ended."""
-        with self._polls:  # both threads poll, and a poll object refuses concurrent calls
-            return bool(self._poll.poll(0))
+        """Whether the process that has the store has ended, as far as the system says."""
+        return self._is_closed or bool(ready(self._connections, "POLLRDHUP"))
 
     @property
     def is_silent(self) -> bool:
@@ -88,10 +85,10 @@ class StoreConnection:
         self._asked.put(None)
         self._is_closed = True
         for each in self._connections:
-            each.close()
+            os.close(each)
 
     def _ask(self, do: Callable[[], Any]) -> Any:
-        if self._is_closed or time.monotonic() < self._not_before or self.has_gone:
+        if time.monotonic() < self._not_before or self.has_gone:
             raise NoAnswerError
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked.put((do, answer))
@@ -128,39 +125,47 @@ class NoAnswerError(Exception):
 
 
 def connected_sockets() -> Iterator[tuple[socket.socket, tuple[str, str]]]:
-    """Duplicates of this process's connected sockets, each with its own end and the other end."""
+    """Duplicates of this process's connected sockets, each with its own end and the other end. None on a system that
+    does not list open files."""
     with suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
+        for name in os.listdir("/proc/self/fd" if os.path.exists("/proc/self/fd") else "/dev/fd"):
             with suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                     with socket.socket(fileno=os.dup(int(name))) as found:
                         if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
                             here, there = found.getsockname()[:2], found.getpeername()[:2]
                             yield found, (f"{here[0]}:{here[1]}", f"{there[0]}:{there[1]}")
 
 
+def _tcp_info(connection: socket.socket) -> bytes:
+    """Linux's ``struct tcp_info``; empty on a system that does not tell."""
+    if hasattr(socket, "TCP_INFO"):
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return b""
+
+
 def quiet_seconds(connection: socket.socket) -> float:
     """Seconds since something was received; infinite if the system does not say."""
-    with suppress(OSError, AttributeError, struct.error):
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    with suppress(OSError, struct.error):
+        info = _tcp_info(connection)
         return float(struct.unpack_from("I", info, 52)[0]) / 1000  # tcpi_last_data_recv
     return float("inf")
 
 
 def probe(connection: socket.socket) -> None:
     """Let the system ask the other host every few seconds whether it is there."""
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        for name, value in (("TCP_KEEPIDLE", _PROBE), ("TCP_KEEPINTVL", _PROBE), ("TCP_KEEPCNT", _PROBES)):
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def unanswered_seconds(connection: socket.socket) -> float:
     """Seconds for which the other host has left data and probes unanswered; 0 if there are none, or the system does
     not say. The system of a host answers even if the process is stopped or busy."""
-    with suppress(OSError, AttributeError, struct.error):
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    with suppress(OSError, struct.error, IndexError):
+        info = _tcp_info(connection)
         if info[2] + info[3] >= _UNANSWERED:  # tcpi_retransmits, tcpi_probes: since the last answer
             return float(struct.unpack_from("I", info, 56)[0]) / 1000  # tcpi_last_ack_recv
     return 0.0

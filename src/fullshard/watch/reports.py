@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import threading
 import time
@@ -17,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from fullshard.platforms import ready, watched
 from fullshard.watch.connections import NoAnswerError, StoreConnection
 
 #: About the time when this process began. Older reports from this host are those of an earlier attempt: a launcher has
@@ -127,18 +127,16 @@ class Reports:
         """Whether the process of a rank has ended; known only for ranks on this host."""
         if report.host != self._mine.host:
             return False
-        process, watched = self._watched.get(report.rank, (0, -1))
+        process, file = self._watched.get(report.rank, (0, -1))
         if process != report.process:
             try:
-                watched = os.pidfd_open(report.process)
+                file = watched(report.process)
             except ProcessLookupError:
                 return True
-            except (OSError, AttributeError):
+            except OSError:
                 return False
-            self._watched[report.rank] = report.process, watched
-        poll = select.poll()
-        poll.register(watched, select.POLLIN)
-        return bool(poll.poll(0))
+            self._watched[report.rank] = report.process, file
+        return bool(ready([file]))
 
     def silence(self, report: Report) -> float:
         """For how many seconds a rank has not reported; 0 if that is within the usual time between reports."""
@@ -174,7 +172,7 @@ class Reports:
 
     def is_stopped(self, report: Report) -> bool:
         with suppress(OSError, IndexError):
-            state = Path(f"/proc/{report.process}/stat").read_text().rpartition(") ")[2][:1]
+            state = Path(f"/proc/{report.process}/stat").read_text(encoding="utf-8").rpartition(") ")[2][:1]
             return report.host == self._mine.host and state == "T"
         return False
 
@@ -184,8 +182,8 @@ class Reports:
 
     def close(self) -> None:
         """Close the pidfds."""
-        for _, watched in self._watched.values():
-            os.close(watched)
+        for _, file in self._watched.values():
+            os.close(file)
 
 
 def parting(mine: Report, other: Report, but: Collection[str] = ()) -> str | None:
