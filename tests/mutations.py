@@ -989,7 +989,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/blocks.py",
-        "os.fsync(self._file)",
+        "force(self._file)",
         "pass",
         "tests/checkpoint/test_forced.py::test_a_checkpoint_is_forced_to_the_disk_before_it_is_visible_and_its_name_after",
     ),

@@ -31,6 +31,7 @@ THROUGH = {
     "misuse.py": "was called outside the forward",
     "testing/plugin.py": '"-p", "fullshard_pytest"',
     "schedule/schedule.py": "Recorder(",
+    "wrapper/optim_state.py": "optim_state_dict(",
     "updates.py": "an optimizer has stepped on",
 }
 

@@ -183,7 +183,12 @@ WAYS: dict[str, Callable[[World], None]] = {
     "offload": partial(test_composition.test_cpu_offload, micro_batches=1, reshard=True),
     "offload, accumulated": partial(test_composition.test_cpu_offload, micro_batches=3, reshard=True),
     "low gradients with a hook": partial(test_gradient_dtypes.test_all_low_gradients_travel_so, library="fullshard"),
-    "extensions": partial(test_extension.test_a_subclass_may_keep_what_was_gathered, transport="collective"),
+    "extensions": partial(
+        test_extension.test_what_was_gathered_is_saved_for_backward,
+        build=test_extension.of_kind,
+        kind=test_extension.Kept,
+        transport="collective",
+    ),
     "extensions beside groups that stay": an_extension_beside_groups_that_stay,
     "zero-copy parameters": zero_copy_parameters,
     "gradients cast into slots": gradients_cast_into_slots,
