@@ -30,8 +30,6 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 #: Tests of Triton's kernels, which need it, and a GPU or its interpreter (`make frameworks`, `make gpu`).
 _RUNS_KERNELS = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore = [] if _RUNS_KERNELS and find_spec("triton") else ["test_fused.py"]
-#: Folders of tests of which the quick lane takes every case: what they prove, others build on.
-_WHOLE = ("buffer", "comm")
 #: Tests of which it takes so many cases that each value is met.
 _EACH_VALUE = re.compile(r"^tests/(wrapper|checkpoint|optim|parity/test_wrapper_|test_interop)")
 
@@ -114,7 +112,7 @@ def _cases(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     for item in items:
         tests.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
     for cases in tests.values():
-        if len(cases) == 1 or cases[0].get_closest_marker("everywhere") or cases[0].path.parent.name in _WHOLE:
+        if len(cases) == 1 or cases[0].get_closest_marker("everywhere"):
             yield from cases
         else:
             values = [{name: id(value) for name, value in case.callspec.params.items()} for case in cases]
