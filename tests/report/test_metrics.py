@@ -177,8 +177,12 @@ def test_figures_go_on_when_a_trace_that_began_before_them_ends(world: World, tr
     trace = fullshard.profile(model, steps=1)
     with fullshard.log_metrics(model, tmp_path / f"{world.rank}"):
         for seed in range(3):
-            if world.rank == 1:
-                time.sleep(0.05)
+            comes = tmp_path / f"rank 0 begins step {seed}"
+            if world.rank == 0:
+                comes.touch()
+            while not comes.exists():
+                time.sleep(0.01)
+            time.sleep(0.1 * world.rank)
             train(seed)
             assert not trace.is_running
     assert [set(vars(each)) for each in looked_at] == before
@@ -188,7 +192,7 @@ def test_figures_go_on_when_a_trace_that_began_before_them_ends(world: World, tr
     assert len(lines) == 3
     assert min(received) > 0
     assert len(received) == 1
-    assert all(line["waited_seconds"] > 0.04 for line in lines) or world.rank == 1
+    assert max(line["waited_seconds"] for line in lines) > 0.04 or world.rank == 1
 
 
 @ranks(1)
