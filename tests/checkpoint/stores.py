@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -117,6 +118,18 @@ def deliver() -> int:
         with suppress(FileExistsError):
             each()
     return len(late)
+
+
+def in_a_fork(call: Callable[[], object]) -> int:
+    """Calls a function in a copy of this process. Returns its exit status, or less than 0 for a signal."""
+    if not (child := os.fork()):
+        try:
+            call()
+            os._exit(0)
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 fsspec.register_implementation("faulty", FaultyStore, clobber=True)

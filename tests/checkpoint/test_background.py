@@ -101,21 +101,26 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call_on_all_ranks(
     assert checkpoint.save(tmp_path, model) == tmp_path / "step-00000001"
 
 
-def test_a_failure_before_the_end_of_a_program_is_told_and_is_its_status(tmp_path: Path) -> None:
+def test_saves_at_the_end_of_a_program_are_written_and_a_failure_is_told_and_is_its_status(tmp_path: Path) -> None:
     program = f"""
-import atexit
+import atexit, time
 atexit.register(print, "the last one")
 import torch
 from fullshard import checkpoint
-from fullshard.checkpoint.background import Background
 from fullshard.checkpoint.blocks import BlockWriter
+from tests.checkpoint import stores
 def fail(self): raise OSError(28, "no space")
 BlockWriter.close = fail
-checkpoint.save({str(tmp_path)!r}, torch.nn.Linear(2, 2), wait=False)
+stores.HOOKS.append(lambda kind, path: time.sleep(0.02))
+url, model = "faulty://{tmp_path}/run", torch.nn.Linear(9, 9)
+for step in (1, 2):
+    checkpoint.save(url, model, step=step, wait=False, memory_budget_bytes=2**20)
+checkpoint.save("{tmp_path}/failing", model, step=7, wait=False, memory_budget_bytes=2**20)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
-    assert "the save of step 0, in the background, failed" in ended.stderr
+    assert "the save of step 7, in the background, failed" in ended.stderr
     assert (ended.returncode, ended.stdout) == (1, "the last one\n")
+    assert len(checkpoint.list_checkpoints(f"faulty://{tmp_path}/run")) == 2
 
 
 @ranks(2)
@@ -366,45 +371,27 @@ def test_what_is_on_a_disk_is_written_before_a_save_returns(world: World, tmp_pa
 
 
 def test_a_program_that_is_killed_between_two_saves_leaves_the_first(tmp_path: Path) -> None:
-    program = f"""
-import os, signal, torch
-from fullshard import checkpoint
-from fullshard.checkpoint.blocks import BlockWriter
-from fullshard.checkpoint.local import LocalPartial
-from fullshard.checkpoint.ranks import PeerFailure
-from tests.checkpoint import stores
-def put(kind, path):
-    if kind == "put" and "step-00000002" in path and "distcp" in path:
-        os.kill(os.getpid(), signal.SIGKILL)
-stores.HOOKS.append(put)
-for step in (1, 2, 3):
-    checkpoint.save("faulty://{tmp_path}/run", torch.nn.Linear(9, 9), step=step, wait=False, memory_budget_bytes=2**20)
-"""
-    ended = subprocess.run([sys.executable, "-c", program], timeout=240, check=False)
-    assert ended.returncode == -signal.SIGKILL
+    def kill(kind: str, path: str) -> None:
+        if kind == "put" and "step-00000002" in path and "distcp" in path:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def save() -> None:
+        stores.HOOKS.append(kill)
+        budget: dict[str, Any] = {"wait": False, "memory_budget_bytes": 2**20}
+        for step in (1, 2, 3):
+            checkpoint.save(f"faulty://{tmp_path}/run", filled(step), step=step, **budget)
+        checkpoint.wait_until_finished()
+
+    assert stores.in_a_fork(save) == -signal.SIGKILL
     assert [path.name for path in checkpoint.list_checkpoints(f"faulty://{tmp_path}/run")] == ["step-00000001"]
     checkpoint.save(f"faulty://{tmp_path}/run", filled(4), step=2)
     assert len(checkpoint.list_checkpoints(f"faulty://{tmp_path}/run")) == 2
 
 
-def test_a_program_whose_last_lines_are_saves_to_a_store_ends_when_they_are_written(tmp_path: Path) -> None:
-    program = f"""
-import time, torch
-from fullshard import checkpoint
-from tests.checkpoint import stores
-stores.HOOKS.append(lambda kind, path: time.sleep(0.02))
-for step in (1, 2):
-    checkpoint.save("faulty://{tmp_path}/run", torch.nn.Linear(9, 9), step=step, wait=False, memory_budget_bytes=2**20)
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert len(checkpoint.list_checkpoints(f"faulty://{tmp_path}/run")) == 2
-
-
-@pytest.mark.parametrize("budget", ["much", -1, 0])
-def test_a_budget_that_is_no_size_is_refused(tmp_path: Path, budget: Any) -> None:
-    with pytest.raises(ValueError, match="expected bytes"):
-        checkpoint.save(tmp_path, filled(1), wait=False, memory_budget_bytes=budget)
+def test_a_budget_that_is_no_size_is_refused(tmp_path: Path) -> None:
+    for budget in ("much", -1, 0):
+        with pytest.raises(ValueError, match="expected bytes"):
+            checkpoint.save(tmp_path, filled(1), wait=False, memory_budget_bytes=budget)
 
 
 @ranks(2)

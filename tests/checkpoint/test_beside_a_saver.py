@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
+import multiprocessing
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import torch.distributed as dist
 
 from fullshard import checkpoint
 from fullshard.checkpoint.local import LocalStorage
@@ -20,67 +19,34 @@ from fullshard.cli import main
 from tests.checkpoint.test_faults import Filled, assert_holds, filled
 from tests.harness import World, ranks
 
-#: Saves again and again until its input ends, and keeps one checkpoint.
-SAVER = """
-import itertools, sys, threading, torch
-from fullshard import checkpoint
-torch.set_num_threads(1)
-model, end = torch.nn.Linear(8, 8), threading.Event()
-threading.Thread(target=lambda: (sys.stdin.read(), end.set()), daemon=True).start()
-for step in itertools.count():
-    with torch.no_grad():
-        model.weight.fill_(step), model.bias.fill_(step)
-    checkpoint.save(sys.argv[1], model, step=step * 2 + int(sys.argv[2]), keep_last=1)
-    if step == 0:
-        print("saved", flush=True)
-    if end.is_set():
-        break
-"""
-
-#: Saves step 2 once, in place of what is there.
-SAVE_ONCE = """
-import sys
-from fullshard import checkpoint
-from tests.checkpoint.test_faults import Filled
-model = Filled()
-model.fill(2)
-checkpoint.save(sys.argv[1], model, step=2, keep_last=1)
-"""
+SAVES = 40
 
 
-@contextmanager
-def savers(folder: Path, count: int = 1) -> Iterator[list[subprocess.Popen[str]]]:
-    """Other processes that save to a folder while the body runs."""
-    pipe = subprocess.PIPE
-    others = [
-        subprocess.Popen([sys.executable, "-c", SAVER, str(folder), str(number)], stdin=pipe, stdout=pipe, text=True)
-        for number in range(count)
-    ]
-    try:
-        for each in others:
-            assert each.stdout is not None
-            assert each.stdout.readline() == "saved\n"
-        yield others
-    finally:
-        for each in others:
-            each.communicate(timeout=60)
+def save_often(folder: Path, first: int) -> None:
+    """Every second step, and keeps one checkpoint."""
+    for step in range(first, first + 2 * SAVES, 2):
+        fill_and_save(folder, step, keep_last=1)
 
 
 def test_beside_a_saver_nothing_is_missed_and_nothing_whole_is_called_broken(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, end = torch.nn.Linear(8, 8), time.monotonic() + 3
-    with savers(tmp_path):
-        while time.monotonic() < end:
-            assert checkpoint.load(tmp_path, model) is not None
-            assert len(set(model.weight.flatten().tolist())) == 1
-            found = checkpoint.latest(tmp_path)
-            assert found is not None
-            with found:
-                assert list(found.verify()) == []
-            for command in ("list", "verify", "show"):
-                assert main(["checkpoint", command, str(tmp_path)]) == 0, capsys.readouterr()
-    assert not recwarn.list
+    model, context = Filled(), multiprocessing.get_context("fork")
+    fill_and_save(tmp_path, 0)
+    saver = context.Process(target=save_often, args=(tmp_path, 1))
+    saver.start()
+    while saver.is_alive():
+        assert checkpoint.load(tmp_path, model) is not None
+        assert len({value for param in model.parameters() for value in param.flatten().tolist()}) == 1
+        found = checkpoint.latest(tmp_path)
+        assert found is not None
+        with found:
+            assert list(found.verify()) == []
+        for command in ("list", "verify", "show"):
+            assert main(["checkpoint", command, str(tmp_path)]) == 0, capsys.readouterr()
+    saver.join()
+    assert saver.exitcode == 0
+    assert not [each for each in recwarn if "fork" not in str(each.message)]
 
 
 @contextmanager
@@ -109,17 +75,21 @@ def fill_and_save(folder: Path, step: int, **options: Any) -> None:
 @ranks(2)
 @pytest.mark.parametrize("first", [None, 1], ids=["nothing yet", "removed"])
 def test_a_listing_that_is_old_when_it_is_used_is_made_again(world: World, tmp_path: Path, first: int | None) -> None:
-    model = filled()
+    model, saves = filled(), tmp_path / "saves"
+    checkpoint.save(tmp_path / "next", model, step=2)
     if first is not None:
-        checkpoint.save(tmp_path, model, step=first)
+        checkpoint.save(saves, model, step=first)
+    dist.barrier()
 
-    def saves() -> None:
-        other = subprocess.run([sys.executable, "-c", SAVE_ONCE, str(tmp_path)], check=False)
-        assert other.returncode == 0
+    def take_its_place() -> None:
+        saves.mkdir(exist_ok=True)
+        with suppress(FileNotFoundError):  # the other rank was first
+            (tmp_path / "next" / "step-00000002").rename(saves / "step-00000002")
+            shutil.rmtree(saves / "step-00000001", ignore_errors=True)
 
-    with listed_too_early(saves), warnings.catch_warnings():
+    with listed_too_early(take_its_place), warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert checkpoint.load(tmp_path, model) == {"step": 2}
+        assert checkpoint.load(saves, model) == {"step": 2}
 
 
 def test_what_is_read_is_removed_by_the_save_after(tmp_path: Path) -> None:
@@ -141,9 +111,13 @@ def test_what_nobody_holds_any_more_is_not_kept(tmp_path: Path) -> None:
 
 
 def test_two_savers_that_keep_one_checkpoint_both_save(tmp_path: Path) -> None:
-    with savers(tmp_path, 2) as others:
-        time.sleep(3)
-    assert [each.returncode for each in others] == [0, 0]
+    context = multiprocessing.get_context("fork")
+    others = [context.Process(target=save_often, args=(tmp_path, first)) for first in (0, 1)]
+    for each in others:
+        each.start()
+    for each in others:
+        each.join()
+    assert [each.exitcode for each in others] == [0, 0]
 
 
 def test_of_one_step_the_save_that_was_made_last_is_kept(tmp_path: Path) -> None:

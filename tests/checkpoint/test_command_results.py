@@ -20,7 +20,7 @@ def test_a_command_whose_output_nobody_reads_ends_as_shells_say_it(tmp_path: Pat
     checkpoint.save(tmp_path, torch.nn.Linear(2, 2), step=1)
     reads, writes = os.pipe()
     os.close(reads)
-    command = [sys.executable, "-m", "fullshard", "checkpoint", "list", str(tmp_path)]
+    command = [sys.executable, "-m", "fullshard", "checkpoint", "show", str(tmp_path)]
     done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writes)
     assert (done.returncode, done.stderr) == (141, "")

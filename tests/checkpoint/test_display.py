@@ -13,14 +13,7 @@ from torch import nn
 
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint
-from fullshard.checkpoint.display import (
-    _shown,
-    print_json,
-    print_lines,
-    print_table,
-    progress,
-    value_of,
-)
+from fullshard.checkpoint.display import _shown, print_json, print_lines, print_table, progress, value_of
 
 
 def test_values_are_shown_as_json_can_hold_them(tmp_path: Path) -> None:
@@ -37,17 +30,15 @@ def test_values_are_shown_as_json_can_hold_them(tmp_path: Path) -> None:
     assert found["deep"].endswith(" in one another)")
 
 
-@pytest.mark.parametrize("wrap", [lambda value: [value], lambda value: (value,), lambda value: {"a": value}])
-def test_values_are_shown_that_are_nested_64_deep_and_no_deeper(wrap: Callable[[Any], Any]) -> None:
-    value: Any = 5
-    for _ in range(64):
-        value = wrap(value)
-    assert _shown(value) == value
-    with pytest.raises(RecursionError):
-        _shown(wrap(value))
-
-
-def test_values_are_shown_that_have_few_parts() -> None:
+def test_values_are_shown_that_are_nested_64_deep_and_no_deeper_and_have_few_parts() -> None:
+    wraps: list[Callable[[Any], Any]] = [lambda value: [value], lambda value: (value,), lambda value: {"a": value}]
+    for wrap in wraps:
+        value: Any = 5
+        for _ in range(64):
+            value = wrap(value)
+        assert _shown(value) == value
+        with pytest.raises(RecursionError):
+            _shown(wrap(value))
     assert _shown([None] * 65_535) == [None] * 65_535  # with the list itself
     with pytest.raises(RecursionError):
         _shown([None] * 65_536)
@@ -83,13 +74,12 @@ def test_lines_and_json_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads("".join(rest)) == {"path": "a", "n": [1]}
 
 
-def test_without_a_terminal_no_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_in_a_terminal_progress_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with progress("reading", 10) as advance:
         advance(5)
     assert capsys.readouterr().err == ""
-
-
-def test_in_a_terminal_progress_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")

@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,21 +71,24 @@ def left(directory: Any) -> list[int]:
     return [number[0] for path in checkpoint.list_checkpoints(directory) if (number := number_of(path.name))]
 
 
-def test_the_latest_are_kept() -> None:
-    assert kept(LatestN(2), infos(1, 2, 3)) == [3, 2]
-    assert kept(LatestN(9), infos(1, 2, 3)) == [3, 2, 1]
+LOSSES = (5, 1, 3, 1, None, math.nan)
 
 
-def test_multiples_are_kept() -> None:
-    assert kept(EveryNSteps(2), infos(*range(5))) == [4, 2]
-
-
-def test_the_best_are_kept_and_of_equal_ones_the_newer() -> None:
-    checkpoints = infos(5, 1, 3, 1, None, math.nan)
-    assert kept(BestN("loss", 1), checkpoints) == [5]
-    assert kept(BestN("loss", 2), checkpoints) == [5, 3]
-    assert kept(BestN("loss", 2, mode="max"), checkpoints) == [6, 4]
-    assert kept(BestN("loss", 9), checkpoints) == [6, 5, 4, 3]
+@pytest.mark.parametrize(
+    ("policy", "losses", "steps"),
+    [
+        (LatestN(2), (1, 2, 3), [3, 2]),
+        (LatestN(9), (1, 2, 3), [3, 2, 1]),
+        (EveryNSteps(2), range(5), [4, 2]),
+        (BestN("loss", 1), LOSSES, [5]),
+        (BestN("loss", 2), LOSSES, [5, 3]),  # of equal ones the newer
+        (BestN("loss", 2, mode="max"), LOSSES, [6, 4]),
+        (BestN("loss", 9), LOSSES, [6, 5, 4, 3]),
+    ],
+    ids=str,
+)
+def test_a_policy_keeps_the_steps(policy: PreservationPolicy, losses: Any, steps: list[int]) -> None:
+    assert kept(policy, infos(*losses)) == steps
 
 
 def test_without_the_metric_all_are_kept_and_a_warning_says_so() -> None:
@@ -96,15 +100,11 @@ def test_those_that_are_new_or_of_unknown_time_are_kept() -> None:
     assert kept(NewerThan(2 * HOUR), infos(0, 0, 0, ages=[HOUR, 3 * HOUR, None])) == [3, 1]
 
 
-@pytest.mark.parametrize("n", [0, -1, 2.5, "3"])
-@pytest.mark.parametrize("kind", ["LatestN", "EveryNSteps", "BestN"])
-def test_a_wrong_number_is_refused(kind: str, n: Any) -> None:
+def test_wrong_arguments_of_policies_are_refused() -> None:
     make: dict[str, Any] = {"LatestN": LatestN, "EveryNSteps": EveryNSteps, "BestN": lambda n: BestN("loss", n)}
-    with pytest.raises(ValueError, match=f"{kind} has n={n!r}; expected an integer of 1 or more"):
-        make[kind](n)
-
-
-def test_other_wrong_arguments_of_policies_are_refused() -> None:
+    for kind, n in product(make, (0, -1, 2.5, "3")):
+        with pytest.raises(ValueError, match=f"{kind} has n={n!r}; expected an integer of 1 or more"):
+            make[kind](n)
     with pytest.raises(ValueError, match="mode='lowest'; expected 'min' or 'max'"):
         BestN("loss", 1, mode="lowest")  # type: ignore[arg-type]
     for age in (timedelta(), -HOUR, 60):
@@ -112,9 +112,8 @@ def test_other_wrong_arguments_of_policies_are_refused() -> None:
             NewerThan(age)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
+def test_wrong_arguments_of_a_save_are_refused_before_it_begins(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"keep": []}, ValueError, "keep is empty; expected policies, or None"),
         ({"keep": [LatestN(1)], "keep_last": 1}, ValueError, "keep_last=1 and keep are both given"),
         ({"keep_last": 0}, ValueError, "keep_last is 0"),
@@ -125,14 +124,11 @@ def test_other_wrong_arguments_of_policies_are_refused() -> None:
         ({"metrics": {"loss": "low"}}, TypeError, "metrics are .*'low'.*; expected a dict of numbers by name"),
         ({"metrics": {"loss": None}}, TypeError, "expected a dict of numbers by name"),
         ({"metrics": [1.0]}, TypeError, "expected a dict of numbers by name"),
-    ],
-)
-def test_wrong_arguments_of_a_save_are_refused_before_it_begins(
-    tmp_path: Path, options: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        checkpoint.save(tmp_path / "run", nn.Linear(2, 2), step=1, **options)
-    assert not (tmp_path / "run").exists()
+    ]
+    for options, error, text in cases:
+        with pytest.raises(error, match=text):
+            checkpoint.save(tmp_path / "run", nn.Linear(2, 2), step=1, **options)
+        assert not (tmp_path / "run").exists()
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), VALUES, st.none() | st.integers(0, 9))), POLICIES)
@@ -210,16 +206,19 @@ def test_a_class_of_the_user_is_a_policy(tmp_path: Path) -> None:
     assert left(tmp_path) == [5, 3, 1]
 
 
-@pytest.mark.parametrize("answer", [[], [False] * 9, None])
-def test_a_policy_that_fails_removes_nothing_and_the_save_is_whole(tmp_path: Path, answer: Any) -> None:
+def test_a_policy_that_fails_removes_nothing_and_the_save_is_whole(tmp_path: Path) -> None:
     class Wrong:
+        def __init__(self, answer: Any) -> None:
+            self.answer = answer
+
         def should_preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Any:
-            return answer
+            return self.answer
 
     save(tmp_path, 1)
-    with pytest.warns(UserWarning, match=f"no checkpoint in {tmp_path} was removed"):
-        save(tmp_path, 2, keep=[LatestN(1), Wrong()])
-    assert left(tmp_path) == [2, 1]
+    for step, answer in enumerate(([], [False] * 9, None), 2):
+        with pytest.warns(UserWarning, match=f"no checkpoint in {tmp_path} was removed"):
+            save(tmp_path, step, keep=[LatestN(1), Wrong(answer)])
+    assert left(tmp_path) == [4, 3, 2, 1]
 
 
 def test_the_manifest_has_the_time_and_the_metrics(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import combinations_with_replacement
 from typing import Any
 
 import pytest
@@ -37,20 +38,18 @@ def elements(shape: tuple[int, ...], boxes: Any) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (4, 5), (3, 2, 4), (1, 6), (2, 1, 3, 2)])
-def test_the_boxes_of_a_run_are_its_elements_in_order(shape: tuple[int, ...]) -> None:
-    numel = math.prod(shape)
-    for start in range(numel + 1):
-        for stop in range(start, numel + 1):
+def test_the_boxes_of_a_run_are_its_elements_in_order() -> None:
+    for shape in ((), (7,), (4, 5), (3, 2, 4), (1, 6), (2, 1, 3, 2)):
+        for start, stop in combinations_with_replacement(range(math.prod(shape) + 1), 2):
             found = elements(shape, _boxes_of_run(shape, start, stop))
-            assert found == list(range(start, stop)), (start, stop)
+            assert found == list(range(start, stop)), (shape, start, stop)
 
 
 def test_whole_rows_of_a_run_are_one_box() -> None:
     assert list(_boxes_of_run((4, 5), 3, 16)) == [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 1))]
 
 
-@pytest.mark.parametrize(("rank", "rows"), [(0, (0, 2)), (1, (2, 4)), (2, (4, 5)), (3, None)])
+@pytest.mark.parametrize(("rank", "rows"), [(0, (0, 2)), (2, (4, 5)), (3, None)])
 def test_a_dtensor_is_one_box_and_a_rank_without_elements_has_none(rank: int, rows: tuple[int, int] | None) -> None:
     with fake_world(4, rank) as world:
         tensor = distribute_tensor(torch.zeros(5, 3), world.mesh(), [Shard(0)], src_data_rank=None)
@@ -76,12 +75,12 @@ def test_a_dim_that_was_cut_twice_is_where_torch_has_it() -> None:
     assert layout.boxes == (((6, 0), (2, 3)),)
 
 
-@pytest.mark.parametrize("value", [torch.zeros(3, 2), torch.tensor(1.0), torch.zeros(0, 4)], ids=str)
-def test_a_plain_tensor_is_whole_on_all_ranks(value: torch.Tensor) -> None:
-    with fake_world(3, 2):
-        layout = layout_of(value)
-    assert layout.boxes == (((0,) * value.ndim, tuple(value.shape)),)
-    assert layout.copies == Copies("all", 2, 3, 3)
+def test_a_plain_tensor_is_whole_on_all_ranks() -> None:
+    for value in (torch.zeros(3, 2), torch.tensor(1.0), torch.zeros(0, 4)):
+        with fake_world(3, 2):
+            layout = layout_of(value)
+        assert layout.boxes == (((0,) * value.ndim, tuple(value.shape)),)
+        assert layout.copies == Copies("all", 2, 3, 3)
 
 
 @ranks(2)

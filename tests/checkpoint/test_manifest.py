@@ -6,8 +6,6 @@ import random
 from collections import Counter
 from itertools import product
 
-import pytest
-
 from fullshard.checkpoint.manifest import _are_tiles
 
 Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -51,9 +49,8 @@ def test_boxes_that_make_a_tensor_are_told_from_those_with_holes_or_overlaps() -
     assert 100 < right < 1900
 
 
-@pytest.mark.parametrize(
-    ("boxes", "shape", "are_tiles"),
-    [
+def test_odd_boxes() -> None:
+    cases: list[tuple[Boxes, tuple[int, ...], bool]] = [
         (PINWHEEL, (3, 3), True),
         ([*PINWHEEL[:4], PINWHEEL[0]], (3, 3), False),
         ([((0,), (2,)), ((0,), (2,))], (4,), False),
@@ -63,7 +60,6 @@ def test_boxes_that_make_a_tensor_are_told_from_those_with_holes_or_overlaps() -
         ([], (0, 5), True),
         ([((0, 0), (0, 3)), ((0, 3), (0, 2))], (0, 5), True),
         ([((0, 0), (2, 5)), ((2, 0), (0, 5)), ((2, 0), (1, 5))], (3, 5), True),
-    ],
-)
-def test_odd_boxes(boxes: Boxes, shape: tuple[int, ...], are_tiles: bool) -> None:
-    assert _are_tiles(boxes, shape) is are_tiles
+    ]
+    for boxes, shape, are_tiles in cases:
+        assert _are_tiles(boxes, shape) is are_tiles, (boxes, shape)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import warnings
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,6 +34,7 @@ from tests.checkpoint.stores import (
     bucket_of,
     deliver,
     faults,
+    in_a_fork,
     s3_bucket,
     web_server,
 )
@@ -97,15 +97,6 @@ def test_what_is_saved_is_listed_and_loaded(url: str) -> None:
     assert objects(url) == names
 
 
-def test_a_large_rank_writes_several_objects_and_large_tensors_are_split(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote.ObjectPartial, "largest", 4096.0)
-    saved(url, 1)
-    assert len([name for name in objects(url) if name.endswith(".distcp")]) >= 64 * 64 * 4 // 4096
-    assert loaded(url) == 1
-
-
 def test_objects_are_read_several_at_a_time_and_not_kept(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote.ObjectPartial, "largest", 4096.0)
     saved(url, 1)
@@ -136,9 +127,11 @@ def named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(f"model.{name}", value) for name, value in model.state_dict().items()]
 
 
-def test_torch_reads_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_reads_the_objects_into_which_large_tensors_are_split(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote.ObjectPartial, "largest", 4096.0)
     saved(url, 1)
+    assert len([name for name in objects(url) if name.endswith(".distcp")]) >= 64 * 64 * 4 // 4096
+    assert loaded(url) == 1
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
@@ -148,19 +141,13 @@ def test_torch_reads_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(found["model"][name], value)
 
 
-def test_a_second_save_of_a_step_is_newer(url: str) -> None:
-    saved(url, 1, 1)
-    assert [path.name for path in checkpoint.list_checkpoints(url)] == ["step-00000001.1", "step-00000001"]
-
-
-@pytest.mark.parametrize("kind", ["put", "get", "list", "info", "delete"])
-def test_requests_that_fail_are_repeated(url: str, kind: str) -> None:
-    failed: dict[str, int] = {}
+def test_requests_that_fail_are_repeated(url: str) -> None:
+    failed: dict[tuple[str, str], int] = {}
 
     def fail_twice(request: str, path: str) -> None:
-        if request == kind and failed.setdefault(path, 0) < 2:
-            failed[path] += 1
-            raise ConnectionResetError(f"{kind} failed")
+        if failed.setdefault((request, path), 0) < 2:
+            failed[request, path] += 1
+            raise ConnectionResetError(f"{request} failed")
 
     HOOKS.append(fail_twice)
     try:
@@ -168,7 +155,7 @@ def test_requests_that_fail_are_repeated(url: str, kind: str) -> None:
         assert loaded(url) == 2
     finally:
         HOOKS.clear()
-    assert failed
+    assert {kind for kind, _ in failed} == {"put", "get", "list", "info", "delete"}
     assert [path.name for path in checkpoint.list_checkpoints(url)] == ["step-00000002"]
 
 
@@ -312,15 +299,16 @@ def test_a_copy_under_way_and_directories_of_other_programs_stay(url: str) -> No
     assert checkpoint.list_checkpoints(url)[-1].name == "step-00000005"
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"newest":' * 2000, '{"newest": [' + "[" * 900, '{"newest": 5}', ""])
-def test_a_damaged_note_of_the_newest_is_told_and_the_listing_is_used(url: str, text: str) -> None:
+def test_a_damaged_note_of_the_newest_is_told_and_the_listing_is_used(url: str) -> None:
     saved(url, 1)
-    (Path(located(url).path) / "newest.json").write_text(text)
-    with pytest.warns(UserWarning, match=r"run/newest.json is ignored: it is not what was written"):
-        assert loaded(url) == 1
-    with pytest.warns(UserWarning, match="is ignored"):
-        saved(url, 2)
-    assert loaded(url) == 2
+    damaged = ("[" * 100_000, '{"newest":' * 2000, '{"newest": [' + "[" * 900, '{"newest": 5}', "")
+    for step, text in enumerate(damaged, 1):
+        (Path(located(url).path) / "newest.json").write_text(text)
+        with pytest.warns(UserWarning, match=r"run/newest.json is ignored: it is not what was written"):
+            assert loaded(url) == step
+        with pytest.warns(UserWarning, match="is ignored"):
+            saved(url, step + 1)
+        assert loaded(url) == step + 1
 
 
 class _Pages(SimpleHTTPRequestHandler):
@@ -359,16 +347,13 @@ def test_a_web_server_has_a_whole_checkpoint_or_it_is_an_error(
 
 def other_saves(url: str, step: int, **options: Any) -> None:
     """A save by another host, which takes those of this process for ended."""
-    if not (child := os.fork()):
+
+    def save() -> None:
         store.host_id, store._EXPIRY = lambda: "another", -1.0  # type: ignore[attr-defined]
         HOOKS.clear()
-        try:
-            saved(url, step, **options)
-            os._exit(0)
-        finally:
-            traceback.print_exc()
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+        saved(url, step, **options)
+
+    assert in_a_fork(save) == 0
 
 
 @pytest.mark.parametrize("name", ["__0_0", ".metadata", "manifest.json"])
@@ -432,31 +417,34 @@ def test_objects_that_arrive_late_are_removed_later(url: str, monkeypatch: pytes
 def test_a_forked_process_leaves_the_leases_of_its_parent(url: str) -> None:
     saved(url, 1)
     with Checkpoint(f"{url}/step-00000001") as opened:
-        if not (child := os.fork()):
+
+        def load() -> None:  # without the parent's threads
             opened.close()
-            del opened
-            os._exit(loaded(url) != 1)  # it has none of its parent's threads
-        assert os.waitpid(child, 0)[1] == 0
+            assert loaded(url) == 1
+
+        assert in_a_fork(load) == 0
         saved(url, 2, keep_last=1)
     assert len(checkpoint.list_checkpoints(url)) == 2
 
 
-@pytest.mark.parametrize("request_name", ["delete .reading", "delete .writing", "delete .begun", "put newest.json"])
 @pytest.mark.parametrize("error", [PermissionError("AccessDenied"), ConnectionResetError("gone")])
 def test_what_fails_after_a_save_or_a_load_is_a_warning(
-    url: str, request_name: str, error: Exception, recwarn: pytest.WarningsRecorder
+    url: str, error: Exception, recwarn: pytest.WarningsRecorder
 ) -> None:
-    def refuse(request: str, path: str) -> None:
-        if f"{request} {Path(path).name}".startswith(request_name):
-            raise error
+    for number, refused in enumerate(("delete .reading", "delete .writing", "delete .begun", "put newest.json")):
 
-    HOOKS.append(refuse)
-    try:
-        saved(url, 1, 2)
-        assert loaded(url) == 2
-    finally:
-        HOOKS.clear()
-    assert any(type(error).__name__ in str(each.message) for each in recwarn)
+        def refuse(request: str, path: str, refused: str = refused) -> None:
+            if f"{request} {Path(path).name}".startswith(refused):
+                raise error
+
+        HOOKS.append(refuse)
+        try:
+            saved(f"{url}{number}", 1, 2)
+            assert loaded(f"{url}{number}") == 2
+        finally:
+            HOOKS.clear()
+        assert any(type(error).__name__ in str(each.message) for each in recwarn), refused
+        recwarn.clear()
 
 
 def test_rights_that_are_revoked_in_a_save_are_an_error_of_the_checkpoint(url: str, tmp_path: Path) -> None:
@@ -487,50 +475,37 @@ def test_a_flipped_bit_is_found(url: str) -> None:
         assert loaded(url) == 1
 
 
-KILLED = """
-import os, sys
-from tests.checkpoint import stores
-from tests.checkpoint.test_remote import saved
-count = 0
-def kill(kind, path):
-    global count
-    count += 1
-    if count == int(sys.argv[2]):
-        os.kill(os.getpid(), 9)
-saved(sys.argv[1], 1)
-stores.HOOKS.append(kill)
-saved(sys.argv[1], 2, keep_last=1)
-print(count)
-"""
-
-
-def _run(url: str, at: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", KILLED, url, str(at)], capture_output=True, text=True, timeout=120)
-
-
 def _whole_after_kill(url: str, at: int) -> bool:
     """Kills a save at a request. Asserts that the older or the newer checkpoint is whole, and that the next save leaves
     nothing else. Returns whether the save was killed."""
-    done = _run(url, at)
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    left = at
+
+    def kill(*_: str) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def save() -> None:
+        saved(url, 1)
+        HOOKS.append(kill)
+        saved(url, 2, keep_last=1)
+
+    code = in_a_fork(save)
+    assert code in (0, -signal.SIGKILL)
     assert loaded(url) in (1, 2)
     saved(url, 3, keep_last=1)
     assert loaded(url) == 3
     names = [f"step-00000003/{name}" for name in (".metadata", "__0_0.distcp", "manifest.json")]
     assert objects(url) == ["newest.json", *names]
-    return done.returncode != 0
+    return code != 0
 
 
-def test_a_killed_save_leaves_the_older_or_the_newer_one_whole(tmp_path: Path) -> None:
-    for at in (3, 9, 14, 18, 22):
-        assert _whole_after_kill(f"faulty://{tmp_path}/{at}", at)
-
-
-@pytest.mark.slow
-def test_wherever_a_save_is_killed(tmp_path: Path) -> None:
-    at = 1
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_wherever_a_save_is_killed_the_older_or_the_newer_one_is_whole(tmp_path: Path, every: int) -> None:
+    at = 3 if every > 1 else 1
     while _whole_after_kill(f"faulty://{tmp_path}/{at}", at):
-        at += 1
+        at += every
     assert at > 20
 
 
@@ -596,9 +571,7 @@ def test_other_servers_keep_checkpoints(server: str, tmp_path: Path) -> None:
         assert len(objects.sizes()) == 1 + 2 * 3
         with Checkpoint(f"{url}/step-00000003") as found:
             assert list(found.verify()) == []
-        if not (child := os.fork()):  # the thread of its library is the parent's
-            os._exit(loaded(url) != 3)
-        assert os.waitpid(child, 0)[1] == 0
+        assert in_a_fork(lambda: loaded(url)) == 0  # the thread of its library is the parent's
         with pytest.raises(CheckpointError, match="there is no bucket or container 'none'"):
             loaded(url.replace("//bucket", "//none"))
 

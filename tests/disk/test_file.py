@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,14 @@ def written(file: DiskFile, numel: int = 3 * BLOCK // 4 + 5, dtype: torch.dtype 
 
 
 @WAYS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("numel", [0, 1, 1024, 1025, BLOCK // 8, BLOCK // 4 + 1])
-def test_what_is_written_is_read_back(tmp_path: Path, direct: bool, dtype: torch.dtype, numel: int) -> None:
-    region, values = written(DiskFile(tmp_path, direct), numel, dtype)
-    found = torch.empty_like(values)
-    region.read(found).wait()
-    assert torch.equal(found, values)
-    wide = torch.empty(numel, dtype=torch.float64)
-    region.read(wide).wait()
-    assert torch.equal(wide, values.double())
+def test_what_is_written_is_read_back(tmp_path: Path, direct: bool) -> None:
+    file, numels = DiskFile(tmp_path, direct), (0, 1, 1024, 1025, BLOCK // 8, BLOCK // 4 + 1)
+    for numel, dtype in product(numels, (torch.float32, torch.bfloat16, torch.float64)):
+        region, values = written(file, numel, dtype)
+        for target in (values.dtype, torch.float64):
+            found = torch.empty(numel, dtype=target)
+            region.read(found).wait()
+            assert torch.equal(found, values.to(target)), (numel, dtype)
 
 
 def test_parts_begin_and_end_where_blocks_do(tmp_path: Path) -> None:
@@ -54,22 +53,16 @@ def test_parts_begin_and_end_where_blocks_do(tmp_path: Path) -> None:
     assert torch.equal(whole[: region.step], values[: region.step])
 
 
-def test_a_region_that_was_never_written_is_zeros(tmp_path: Path) -> None:
-    found = torch.ones(5)
-    DiskFile(tmp_path).allocate(5, torch.float32, "").read(found).wait()
-    assert not found.any()
-
-
-def test_reads_and_writes_of_a_region_happen_in_their_order(tmp_path: Path) -> None:
-    region = DiskFile(tmp_path).allocate(BLOCK, torch.float32, "")
-    work, found = [], []
-    for number in range(8):
-        work.append(region.write(torch.full((BLOCK,), float(number))))
-        found.append(torch.empty(BLOCK))
-        work.append(region.read(found[-1]))
+def test_reads_and_writes_of_a_region_happen_in_their_order_and_what_was_never_written_is_zeros(tmp_path: Path) -> None:
+    numel = BLOCK // 2
+    region = DiskFile(tmp_path).allocate(numel, torch.float32, "")
+    found = [torch.ones(numel) for _ in range(8)]
+    work = [region.read(found[0])]
+    for number in range(1, 8):
+        work += [region.write(torch.full((numel,), float(number))), region.read(found[number])]
     for each in work:
         each.wait()
-    assert [[*each.unique().tolist()] for each in found] == [[float(number)] for number in range(8)]
+    assert [each.unique().tolist() for each in found] == [[float(number)] for number in range(8)]
 
 
 def test_the_file_has_no_name_and_freed_regions_are_used_again(tmp_path: Path) -> None:
@@ -129,14 +122,18 @@ def _failing(number: int) -> Callable[..., int]:
     return move
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_no_fault_of_the_disk_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
+@pytest.mark.parametrize("fault", ["cut", "changed", "read error", "write error", "full", "short read", "short write"])
+def test_no_fault_of_the_disk_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, seed: int) -> None:
     """The values that are read are those that were written, or an error names the parameter and the directory."""
     random.seed(seed)
-    torch.manual_seed(seed)
-    file = DiskFile(tmp_path, direct=seed % 2 == 0)
-    region, values = written(file, random.choice([7, 5000, BLOCK // 4, BLOCK // 4 + 3000]))
-    fault = random.choice(["cut", "changed", "read error", "write error", "full", "short read", "short write"])
+    for direct, numel in product((True, False), (7, 5000, BLOCK // 4, BLOCK // 4 + 3000)):
+        with monkeypatch.context() as patch:
+            _check_fault(tmp_path, patch, fault, DiskFile(tmp_path, direct), numel)
+
+
+def _check_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, file: DiskFile, numel: int) -> None:
+    region, values = written(file, numel)
     after, harmless = torch.empty_like(values), fault.startswith("short")
     if fault == "cut":
         os.ftruncate(file.fd, random.randrange(region.nbytes))
@@ -173,13 +170,13 @@ def test_no_fault_of_the_disk_is_silent(tmp_path: Path, monkeypatch: pytest.Monk
 def test_threads_that_write_at_once_write_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = DiskFile(tmp_path)
     region, values = written(file, 5000)
-    spans, submit, write = list[tuple[float, float]](), file.submit, region._write
+    events, submit, write = list[str](), file.submit, region._write
 
     def slow_write(*args: Any) -> None:
-        begin = time.monotonic()
+        events.append("begins")
         time.sleep(0.05)
         write(*args)
-        spans.append((begin, time.monotonic()))
+        events.append("ends")
 
     monkeypatch.setattr(file, "submit", lambda *args: (time.sleep(0.05), submit(*args))[1])
     monkeypatch.setattr(region, "_write", slow_write)
@@ -189,25 +186,25 @@ def test_threads_that_write_at_once_write_one_after_the_other(tmp_path: Path, mo
     for each in threads:
         each.join()
     region._last.wait()
-    (_, end), (begin, _) = sorted(spans)
-    assert end <= begin
+    assert events == ["begins", "ends"] * 2
 
 
 @WAYS
-@pytest.mark.parametrize("numel", [BLOCK // 4, BLOCK // 2 + 1024, BLOCK // 4 + 5])
 def test_memory_of_the_staging_is_read_and_written_in_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, numel: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
     file = DiskFile(tmp_path, direct)
-    region = file.allocate(numel, torch.float32, "a tensor")
     copies, bounce = list[int](), file.bounce
     monkeypatch.setattr(file, "bounce", lambda: copies.append(1) or bounce())
-    values, found = file.staging.take(numel, torch.float32), file.staging.take(numel, torch.float32)
-    region.write(values.normal_()).wait()
-    region.read(found).wait()
-    assert torch.equal(found, values)
-    is_odd = file.direct and numel % 1024 != 0  # the end of the file's last block is not a multiple of 4 KiB
-    assert len(copies) == 2 * is_odd
+    for numel in (BLOCK // 4, BLOCK // 2 + 1024, BLOCK // 4 + 5):
+        region = file.allocate(numel, torch.float32, "a tensor")
+        values, found = file.staging.take(numel, torch.float32), file.staging.take(numel, torch.float32)
+        region.write(values.normal_()).wait()
+        region.read(found).wait()
+        assert torch.equal(found, values)
+        is_odd = file.direct and numel % 1024 != 0  # the end of the file's last block is not a multiple of 4 KiB
+        assert len(copies) == 2 * is_odd
+        copies.clear()
 
 
 def test_staging_is_used_again_once_its_work_is_done_and_only_so_much_is_kept() -> None:

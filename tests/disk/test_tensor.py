@@ -48,14 +48,14 @@ CHANGES: list[Callable[[Any, Tensor], object]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(CHANGES)))
-def test_a_change_changes_what_is_on_the_disk(file: DiskFile, number: int) -> None:
-    (mine, theirs), other = pair(file, 4, 6), torch.rand(4, 6)
-    before = mine.region.writes
-    CHANGES[number](mine, other.clone())
-    CHANGES[number](theirs, other.clone())
-    assert torch.equal(mine, theirs)
-    assert mine.region.writes > before
+def test_a_change_changes_what_is_on_the_disk(file: DiskFile) -> None:
+    for number, change in enumerate(CHANGES):
+        (mine, theirs), other = pair(file, 4, 6), torch.rand(4, 6)
+        before = mine.region.writes
+        change(mine, other.clone())
+        change(theirs, other.clone())
+        assert torch.equal(mine, theirs), number
+        assert mine.region.writes > before, number
 
 
 READS: list[Callable[[Any], Any]] = [
@@ -76,13 +76,13 @@ READS: list[Callable[[Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(READS)))
-def test_a_read_gives_what_is_on_the_disk(file: DiskFile, number: int) -> None:
+def test_a_read_gives_what_is_on_the_disk(file: DiskFile) -> None:
     mine, theirs = pair(file, 4, 6)
-    one, other = READS[number](mine), READS[number](theirs)
-    pairs = zip(one, other, strict=True) if isinstance(one, (tuple, list)) else [(one, other)]
-    for found, expected in pairs:
-        assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+    for number, read in enumerate(READS):
+        one, other = read(mine), read(theirs)
+        pairs = zip(one, other, strict=True) if isinstance(one, (tuple, list)) else [(one, other)]
+        for found, expected in pairs:
+            assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected)), number
 
 
 def test_lists_of_tensors_are_taken_one_by_one(file: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
