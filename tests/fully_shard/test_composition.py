@@ -33,7 +33,6 @@ from tests.harness.models import MLP, Block, Transformer, seeded
 
 
 def tokens(seed: int) -> Tensor:
-    """A batch for `Transformer`."""
     return (torch.arange(6).view(2, 3) + seed) % Transformer.VOCABULARY
 
 
