@@ -52,8 +52,6 @@ class Counting:
 
 
 class CountingAllGather(Counting, fullshard.AllGather):
-    """An all-gather that counts."""
-
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         self.calls += 1
         assert self.made(output_tensor)
@@ -61,8 +59,6 @@ class CountingAllGather(Counting, fullshard.AllGather):
 
 
 class CountingReduceScatter(Counting, fullshard.ReduceScatter):
-    """A reduce-scatter that counts."""
-
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         self.calls += 1
         assert self.made(input_tensor)
@@ -219,8 +215,6 @@ def test_transports_are_told_of_forced_sums(world: World) -> None:
 
 
 class Switch(nn.Module):
-    """Uses one of two layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(6, 5), nn.Linear(6, 5)

@@ -28,12 +28,11 @@ from tests.fully_shard.cases import (
     twins,
 )
 from tests.harness import World, fake_world, ranks
-from tests.harness.compare import each_block, whole
+from tests.harness.compare import each_block, sgd, whole
 from tests.harness.models import MLP, Block, Transformer, seeded
 
 
 def tokens(seed: int) -> Tensor:
-    """A batch for `Transformer`."""
     return (torch.arange(6).view(2, 3) + seed) % Transformer.VOCABULARY
 
 
@@ -70,6 +69,39 @@ def test_gradients_are_clipped(world: World, fsdp: Library) -> None:
         assert_close(found.full_tensor(), expected, "norm")
         for parameter, other in zip(parameters, reference.parameters(), strict=True):
             assert_close(whole(parameter.grad), other.grad, "clipped gradient")
+
+
+@ranks(2)
+@BOTH
+def test_a_gradient_scaler_skips_a_step_on_all_ranks(world: World, fsdp: Library) -> None:
+    model = shard_mlp(fsdp)
+    optimizer = sgd(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = [whole(parameter) for parameter in model.parameters()]
+    for overflow in (True, False):
+        batch = inputs() * (math.inf if overflow and world.rank == 0 else 1)
+        scaler.scale(model(batch).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        model.reshard()
+        same = [torch.equal(whole(parameter), old) for parameter, old in zip(model.parameters(), before, strict=True)]
+        assert all(same) is overflow
+    assert scaler.get_scale() == 4.0
+
+
+@ranks(2)
+@BOTH
+def test_autocast_computes_in_its_dtype_and_reduces_in_the_original(world: World, fsdp: Library) -> None:
+    model = shard_mlp(fsdp)
+    weight = model.blocks[0][0].weight
+    seen: list[torch.dtype] = []
+    model.blocks[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(inputs()).sum()
+    loss.backward()
+    assert seen == [torch.bfloat16]
+    assert weight.grad.dtype is torch.float32
 
 
 @ranks(2)

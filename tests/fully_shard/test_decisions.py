@@ -52,8 +52,6 @@ def test_a_parameter_added_after_sharding_is_kept_and_trained(world: World) -> N
 
 
 class Doubled(nn.Module):
-    """A parametrization."""
-
     def forward(self, x: Tensor) -> Tensor:
         return 2 * x
 
@@ -150,8 +148,6 @@ def test_functional_call_with_sharded_tensors_is_refused(world: World) -> None:
 
 
 class Lookup(nn.Module):
-    """Returns its own weight, and a view of it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(6, 6) / 10)
@@ -272,8 +268,6 @@ def test_complex_parameters_that_are_to_keep_their_own_dtype(world: World) -> No
 
 
 class Tied(nn.Module):
-    """An embedding and a head with one weight, in two groups."""
-
     def __init__(self, head_first: bool) -> None:
         super().__init__()
         parts = {"embedding": nn.Embedding(11, 6), "head": nn.Linear(6, 11, bias=False)}
@@ -307,8 +301,6 @@ def test_a_parameter_tied_across_groups(world: World, head_first: bool, order: s
 
 
 class Writes(nn.Linear):
-    """Writes to its weight in each forward."""
-
     def forward(self, x: Tensor) -> Tensor:
         result = super().forward(x)
         if not torch.is_grad_enabled():

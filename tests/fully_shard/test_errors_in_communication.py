@@ -75,7 +75,6 @@ def _leased() -> int:
 
 
 def held(tensor: Any) -> Tensor:
-    """What this rank has of a tensor."""
     mine = local(tensor)
     return mine.held if isinstance(mine, Gathered) else mine
 
@@ -85,7 +84,6 @@ def build_small() -> Any:
 
 
 def small(**options: Any) -> Any:
-    """Of two blocks, for each call of each of them fails once."""
     model = build_small()
     each_block(**options)(fullshard, model)
     return model
@@ -184,14 +182,11 @@ def test_training_goes_on_after_an_error_at_any_point_of_communication(world: Wo
 
 
 class FailingWork:
-    """A collective of a user that fails when it is waited for."""
-
     def wait(self) -> None:
         raise RuntimeError("of a user")
 
 
 def fail(*args: Any, **kwargs: Any) -> Any:
-    """A function of a user."""
     raise RuntimeError("of a user")
 
 

@@ -94,18 +94,6 @@ def test_a_reset_forgets_sums_over_some_of_the_ranks(world: World) -> None:
 
 
 @ranks(2)
-def test_reset_forgets_what_was_accumulated(world: World) -> None:
-    pair = twins(world)
-    model = pair.sharded
-    model.set_requires_gradient_sync(False)
-    model(inputs(7)).sum().backward()
-    fail_in_forward(model.blocks[2][1], lambda: model(inputs()))
-    model.reset_iter_state()
-    model.set_requires_gradient_sync(True)
-    pair.step()
-
-
-@ranks(2)
 @first_of("checkpointing", "non-reentrant", "reentrant")
 def test_an_error_in_a_recomputation(world: World, checkpointing: Any) -> None:
     def build() -> Any:

@@ -144,7 +144,6 @@ def test_many_children_one_after_the_other_share_a_copy_that_does_not_stay(world
 
 
 def private_bytes() -> int:
-    """Bytes of anonymous memory that this process has."""
     with open("/proc/self/smaps_rollup") as file:
         return 1024 * next(int(line.split()[1]) for line in file if line.startswith("Anonymous:"))
 

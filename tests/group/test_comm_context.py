@@ -19,8 +19,6 @@ from tests.simulated.graphs import Graphs
 
 
 class Event:
-    """The arrival of gradients on the CPU."""
-
     def __init__(self, is_there: bool) -> None:
         self.is_there = is_there
 

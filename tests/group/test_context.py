@@ -17,8 +17,6 @@ FP32, BF16, FP8, INT8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn, torc
 
 
 class Mixed(nn.Module):
-    """Parameters of several dtypes, in turns."""
-
     def __init__(self) -> None:
         super().__init__()
         for number, dtype in enumerate((FP32, BF16, FP32, FP8, INT8)):

@@ -75,8 +75,6 @@ class Gathered(Tensor):
 
 
 class Bf16Gathered(Gathered):
-    """Travels as bf16."""
-
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         CALLS.append("pre")
         return (self.held.to(torch.bfloat16),), None

@@ -19,7 +19,6 @@ FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.flo
 
 
 def dtypes_of(*dtypes: torch.dtype, **policy: Any) -> GradientDtypes:
-    """Of a group of parameters with these dtypes."""
     model = nn.Module()
     for number, dtype in enumerate(dtypes):
         model.register_parameter(f"p{number}", nn.Parameter(torch.zeros(4, 4, dtype=dtype)))

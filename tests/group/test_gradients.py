@@ -73,8 +73,6 @@ def test_frozen_parameters_have_no_gradient_to_wait_for(world: World) -> None:
 
 
 class DropsLayers(nn.Module):
-    """Uses some of its layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.used = list(range(8))

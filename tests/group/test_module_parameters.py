@@ -102,21 +102,6 @@ def test_an_int_registers_shards_of_the_smaller_mesh_after_forward(world: World,
     assert all(shown is known for shown, known in zip(model.parameters(), optimized, strict=True))
 
 
-@ranks(1)
-def test_parameters_are_plain_tensors_inside_forward(world: World) -> None:
-    class Watch(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            assert not isinstance(self.weight, DTensor)
-            assert self.weight.is_leaf
-            assert isinstance(self.weight, nn.Parameter)
-            return super().forward(x)
-
-    fullshard.fully_shard(model := Watch(6, 5))
-    first = model(inputs())
-    first.sum().backward()
-    assert isinstance(model.weight, DTensor)
-
-
 @ranks(2)
 @BOTH
 def test_autograd_and_optimizers_see_the_same_tensors_in_each_step(world: World, fsdp: Library) -> None:
@@ -158,20 +143,12 @@ def test_changes_between_forward_and_backward_are_seen_by_backward(world: World,
 
 
 @ranks(2)
-@BOTH
-def test_to_reshards_first_and_keeps_sharding(world: World, fsdp: Library) -> None:
-    model = shard_mlp(fsdp, reshard_after_forward=False)
-    model(inputs())
-    model.to("cpu")
-    assert are_sharded(model)
-    assert_close(model(inputs()), seeded(MLP)(inputs()), "output")
-
-
-@ranks(2)
 @first_of("dtype", torch.float64, torch.bfloat16)
 def test_a_model_changes_its_dtype_and_trains_on(world: World, dtype: torch.dtype) -> None:
-    pair = twins(world)
+    pair = twins(world, reshard_after_forward=False)
     pair.step()
+    pair.sharded(inputs())
+    assert not are_sharded(pair.sharded)
     model, reference = pair.sharded.to(dtype), pair.whole.to(dtype)
     assert are_sharded(model)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
@@ -203,7 +180,6 @@ def test_a_model_from_meta_is_materialized_after_sharding(world: World, fsdp: Li
 
 
 def meta_mlp() -> Any:
-    """An MLP without memory."""
     with torch.device("meta"):
         return MLP()
 

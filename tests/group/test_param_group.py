@@ -32,6 +32,8 @@ def test_modules_show_dtensors_then_whole_tensors_then_the_same_dtensors(world: 
         group.unshard()
         group.wait_for_unshard()
         assert not isinstance(model.weight, DTensor)
+        assert isinstance(model.weight, nn.Parameter)
+        assert model.weight.is_leaf
         assert torch.equal(model.weight, whole)
         leaf = model.weight
         group.unshard()  # nothing is left to do

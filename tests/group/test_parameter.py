@@ -133,8 +133,6 @@ def test_optimizers_in_backward_from_before_sharding_are_refused(world: World, k
 
 
 class SharedModules(nn.Module):
-    """One layer in two places."""
-
     def __init__(self) -> None:
         super().__init__()
         shared = nn.Linear(6, 6)

@@ -75,8 +75,6 @@ def test_a_flat_parameter_is_not_flattened_again(original: bool) -> None:
 
 
 class Shifted(nn.Linear):
-    """Adds a buffer to what it computes."""
-
     def __init__(self) -> None:
         super().__init__(6, 6)
         self.register_buffer("shift", torch.ones(6))

@@ -40,8 +40,6 @@ FULL, HYBRID_SHARD, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.HYB
 
 
 class Net(nn.Module):
-    """Three levels, a buffer in each, and a module in two places."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(3, 4)
@@ -126,8 +124,6 @@ def test_the_root_is_ignored_with_a_warning(world_of_two: World) -> None:
 
 
 class Recorder(nn.Module):
-    """Says when its parameters are reset."""
-
     def __init__(self, said: list[str], name: str, *children: nn.Module, state: bool = True) -> None:
         super().__init__()
         self.said, self.name = said, name
@@ -385,7 +381,6 @@ def test_values_reach_every_node(world: World, nodes: int) -> None:
 
 @contextlib.contextmanager
 def broadcasts() -> Iterator[list[int]]:
-    """The bytes of each broadcast."""
     sent: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         broadcast = dist.broadcast

@@ -99,7 +99,6 @@ def test_torch_loads_what_we_save_and_the_other_way_round(world: World, original
 
 
 def composable(seed: int) -> Any:
-    """The same model sharded by `fully_shard`."""
     model = build(seed)
     for module in (*model.blocks, model):
         fullshard.fully_shard(module)

@@ -56,7 +56,6 @@ class Tied(nn.Module):
 
 
 def by_name(model: nn.Module, optimizer: Optimizer) -> Any:
-    """The state dict of a model that is not sharded, by names."""
     return OptimStateMethods.rekey_optim_state_dict(
         optimizer.state_dict(), OURS.settings.OptimStateKeyType.PARAM_NAME, model, optim=optimizer
     )

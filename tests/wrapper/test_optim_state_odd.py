@@ -77,8 +77,6 @@ def two_groups(model: nn.Module) -> Optimizer:
 
 
 class Frozen(MLP):
-    """A part of each block is not trained."""
-
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
@@ -391,23 +389,15 @@ def test_parameters_that_the_user_replaced(world: World) -> None:
 
 
 @ranks(2)
-def test_unsharded_after_forward(world: World) -> None:
-    model = wrapped(strategy="SHARD_GRAD_OP", use_orig_params=True)
+@both_ways
+def test_where_parameters_are_whole_the_state_is_what_it_was(world: World, use_orig_params: bool) -> None:
+    model = wrapped(strategy="SHARD_GRAD_OP", use_orig_params=use_orig_params)
     optimizer = optimizer_of(model, "Adam")
     train(model, optimizer, range(1))
     expected = to_dict(model, optimizer)
     with torch.no_grad():
         model(torch.ones(2, 6))
     assert_same(to_dict(model, optimizer), expected)
-
-
-@ranks(2)
-@both_ways
-def test_inside_summon_full_params(world: World, use_orig_params: bool) -> None:
-    model = wrapped(use_orig_params=use_orig_params)
-    optimizer = optimizer_of(model, "Adam")
-    train(model, optimizer, range(1))
-    expected = to_dict(model, optimizer)
     with OURS.wrap.summon_full_params(model):
         assert_same(to_dict(model, optimizer), expected)
         assert_same(to_load(model, optimizer, expected), optimizer.state_dict())

@@ -19,8 +19,6 @@ from tests.harness.models import seeded
 
 
 class Ordered(nn.Module):
-    """Runs equal blocks in an order that is told."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))

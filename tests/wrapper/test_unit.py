@@ -17,8 +17,6 @@ BF16 = torch.bfloat16
 
 
 class Seen(nn.Module):
-    """Notes the dtypes of its input, its weight and its buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
