@@ -168,7 +168,7 @@ def test_imports_go_downward() -> None:
         for target in sorted(known(file))
         if layer_of(target) > layer_of(name)
     ]
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
@@ -186,7 +186,7 @@ def test_torch_is_the_only_dependency_of_most_files_and_its_own_sharding_of_none
         is_sharding = imported.startswith(("torch.distributed.fsdp", "torch.distributed._composable"))
         if imported.partition(".")[0] not in known or is_sharding:
             wrong.append(f"{name} imports {imported}")
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_private_names_of_torch_are_used_in_one_file() -> None:
@@ -202,7 +202,7 @@ def test_private_names_of_torch_are_used_in_one_file() -> None:
                 ours |= ast.unparse(node.value) in ("os", "sys", "threading", "atexit")
                 private += [] if ours else [f"{ast.unparse(node)} in line {node.lineno}"]
         wrong += [f"{name}: {each}" for each in private]
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_file_is_longer_than_500_lines_and_each_says_what_it_is() -> None:
@@ -210,6 +210,7 @@ def test_no_file_is_longer_than_500_lines_and_each_says_what_it_is() -> None:
     for file in FILES:
         module = nodes(file)[0]
         assert isinstance(module, ast.Module)
-        wrong += [file] if module.body and not ast.get_docstring(module) else []
-        wrong += [file] if len(file.read_text().splitlines()) > 500 else []
-    assert wrong == []
+        wrong += [f"{file} has no docstring"] if module.body and not ast.get_docstring(module) else []
+        lines = len(file.read_text().splitlines())
+        wrong += [f"{file} has {lines} lines"] if lines > 500 else []
+    assert not wrong, "\n".join(wrong)

@@ -172,16 +172,6 @@ def test_hidden_outputs_inside_a_model(world: World, prefetch: int) -> None:
 
 
 @ranks(2)
-def test_a_trainable_parameter_that_was_added_after_sharding(world: World) -> None:
-    """Nobody sums up its gradient over the ranks."""
-    model = sharded_mlp()
-    model.blocks[1].extra = nn.Parameter(torch.ones(5))
-    model.blocks[1].register_forward_hook(lambda module, args, output: output * module.extra)
-    with pytest.warns(UserWarning, match=r"'blocks\.1\.extra'"):
-        model(BATCH)
-
-
-@ranks(2)
 @pytest.mark.parametrize("kind", ["composable", "flat", "original"])
 def test_parameters_that_were_loaded_in_the_place_of_others_were_not_added(world: World, kind: str) -> None:
     model = sharded_mlp() if kind == "composable" else wrap(fullshard, mlp(), original=kind == "original")
@@ -227,36 +217,29 @@ def test_all_process_groups_destroyed_between_steps(world: World) -> None:
 # -- full parameters -------------------------------------------------------------------------------------------------
 
 
-def summon(model: nn.Module, **options: bool) -> None:
+def summon(model: nn.Module) -> None:
     """Enter and leave."""
-    with fullshard.summon_full_params(model, **options):
+    with fullshard.summon_full_params(model):
         pass
 
 
-@ranks(2)
-def test_full_parameters_inside_a_forward(world: World) -> None:
-    model = sharded_mlp()
-    model.blocks[0].register_forward_hook(lambda *_: summon(model))
-    error = (AssertionError, RuntimeError)
-    refused(lambda _: model(BATCH), error, "FSDPMLP", "forward", "between steps", torch_too=False)
-
-
-@ranks(2)
-def test_full_parameters_inside_a_backward(world: World) -> None:
-    model = sharded_mlp()
+def summon_in_backward(model: Any) -> None:
     output = model(BATCH)
     output.register_hook(lambda grad: summon(model))
-    error = (AssertionError, RuntimeError)
-    refused(lambda _: output.sum().backward(), error, "FSDPMLP", "backward", "between steps", torch_too=False)
+    output.sum().backward()
+
+
+def summon_twice(model: Any) -> None:
+    """What is written outside of the inner ones, and after them, would be lost."""
+    with fullshard.summon_full_params(model):
+        summon(model)
 
 
 @ranks(2)
-def test_full_parameters_inside_of_full_parameters(world: World) -> None:
-    """What is written outside of the inner ones, and after them, would be lost."""
+def test_full_parameters_inside_a_pass_or_of_full_parameters(world: World) -> None:
+    error, words = (AssertionError, RuntimeError), ("FSDPMLP", "between steps")
     model = sharded_mlp()
-
-    def mistake(fsdp: ModuleType) -> None:
-        with fullshard.summon_full_params(model):
-            summon(model)
-
-    refused(mistake, (AssertionError, RuntimeError), "summon_full_params", torch_too=False)
+    model.blocks[0].register_forward_hook(lambda *_: summon(model))
+    refused(lambda _: model(BATCH), error, *words, "forward", torch_too=False)
+    refused(lambda _: summon_in_backward(sharded_mlp()), error, *words, "backward", torch_too=False)
+    refused(lambda _: summon_twice(sharded_mlp()), error, "summon_full_params", torch_too=False)

@@ -204,13 +204,6 @@ def from_meta() -> Any:
 
 
 @ranks(2)
-def test_a_buffer_that_to_empty_left_uninitialized(world: World) -> None:
-    model = from_meta()
-    with pytest.warns(UserWarning, match=r"'0\.mask'"):
-        model(BATCH)
-
-
-@ranks(2)
 def test_a_buffer_that_was_initialized_after_to_empty(world: World) -> None:
     model = from_meta()
     model[0].mask.fill_(1.0)

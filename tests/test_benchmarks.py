@@ -59,13 +59,6 @@ def test_all_contenders_take_the_same_steps(steps: dict[str, Any]) -> None:
     assert not math.isclose(alone, losses["DDP"], rel_tol=1e-6)
 
 
-def test_every_round_of_steps_is_timed(steps: dict[str, Any]) -> None:
-    for found in steps["contenders"].values():
-        assert len(found["wall"]) == len(found["cpu"]) == 2
-        assert len(found["kept_faults"]) == 2
-        assert min(found["wall"]) > 0
-
-
 def test_bytes_on_the_wire_are_counted(steps: dict[str, Any]) -> None:
     contenders = steps["contenders"]
     assert contenders["DDP"]["asked"] == pytest.approx(1.0, rel=0.01)  # 2 (W - 1) / W of all parameters
@@ -95,12 +88,6 @@ def test_what_a_device_is_asked_for_is_counted() -> None:
         assert cost["copied"] == 2 * (2 * (1 + 1 / 4) + 1)
     assert counts[4]["fullshard"]["kernels"] == counts[4]["fullshard"]["launches"]
     assert counts[LARGE_TRANSFORMER]["fullshard"]["kernels"] > counts[4]["fullshard"]["kernels"]
-
-
-def test_a_group_is_gathered_and_reduced_by_itself(group: dict[str, Any]) -> None:
-    assert set(group["gather"]) >= SHARDED
-    assert set(group["reduce"]) >= SHARDED | {"DDP"}
-    assert group["copy"]["memcpy"][0] > 0
 
 
 @pytest.fixture(scope="module")
@@ -190,89 +177,28 @@ def test_a_checkpoint_has_the_model_and_the_optimizer_once(checkpoint: dict[str,
 
 
 @pytest.fixture(scope="module")
-def saves() -> dict[str, Any]:
-    return measure_saves({"small": (4, 32)}, 2, rounds=1)
-
-
-def test_saves_stand_beside_raw_writes(saves: dict[str, Any]) -> None:
-    found = saves["models"]["small"]
-    assert found.pop("bytes") == 4 * 4 * 32 * 32
-    assert list(found) == ["raw", "fullshard", "DCP", "fullshard, near", "fullshard, wait=False"]
-    assert all(len(values) == 1 and values[0] > 0 for each in found.values() for values in each.values())
-    found["bytes"] = 4 * 4 * 32 * 32
-
-
-@pytest.fixture(scope="module")
-def checks() -> dict[str, Any]:
-    return measure_checks(TINY, 2, rounds=2, watched=0.5)
-
-
-def test_checks_are_timed_on_every_transport(checks: dict[str, Any]) -> None:
-    assert list(checks["steps"]) == ["shm", "p2p", "collective"]
-    for found in checks["steps"].values():
-        assert {name: list(pair) for name, pair in found.items()} == {
-            "default": ["without", "with"],
-            "detect_nan": ["without", "with"],
-        }
-        assert [len(pair["with"]["wall"]) for pair in found.values()] == [2, 1]
-        assert all(min(each["wall"]) > 0 for pair in found.values() for each in pair.values())
-    assert 0 <= checks["watch"] < 1
-
-
-@pytest.fixture(scope="module")
-def optimizer() -> dict[str, Any]:
-    return measure_optimizer(count=4, width=8, rounds=2)
-
-
-def test_steps_of_optimizers_are_timed(optimizer: dict[str, Any]) -> None:
-    assert {name.rpartition(", ")[2] for name in optimizer["kinds"]} == {"for-loop", "foreach", "fused"}
-    for name, contenders in optimizer["kinds"].items():
-        torch_too = not (name.startswith("SGD") and name.endswith("fused"))  # torch cannot do this on DTensors
-        assert set(contenders) == {"plain tensors", "fullshard"} | ({"torch FSDP2"} if torch_too else set())
-        assert all(len(values["cpu"]) % 2 == 0 and min(values["cpu"]) > 0 for values in contenders.values())
-
-
-@pytest.fixture(scope="module")
-def exchanges() -> list[dict[str, Any]]:
-    return measure_exchanges([2**14, 2**16], [2], rounds=2)
-
-
-def test_exchanges_are_timed_by_size(exchanges: list[dict[str, Any]]) -> None:
-    (found,) = exchanges
-    assert (found["ranks"], list(found["sizes"])) == (2, [2**14, 2**16])
-    for kinds in found["sizes"].values():
-        assert set(kinds) == {"gather", "reduction"}
-        for transports in kinds.values():
-            assert set(transports) == {"p2p", "collective"}
-            assert all(len(each["cpu"]) == 2 and min(each["cpu"]) > 0 for each in transports.values())
-
-
-@pytest.fixture(scope="module")
 def results(
     steps: dict[str, Any],
     host: list[dict[str, Any]],
     group: dict[str, Any],
-    exchanges: list[dict[str, Any]],
     memory: dict[str, Any],
     initialisation: dict[str, Any],
     checkpoint: dict[str, Any],
-    optimizer: dict[str, Any],
-    saves: dict[str, Any],
-    checks: dict[str, Any],
 ) -> dict[str, Any]:
+    """Of all benchmarks: the report reads each figure, and fails where one is missing."""
     return {
         "machine": machine.facts(),
         "quick": False,
         "communication W=2": steps,
         "group": group,
-        "exchanges": exchanges,
+        "exchanges": measure_exchanges([2**14, 2**16], [2], rounds=2),
         "host": host,
         "memory": memory,
         "initialisation": initialisation,
         "checkpoint": checkpoint,
-        "optimizer": optimizer,
-        "saves": saves,
-        "checks": checks,
+        "optimizer": measure_optimizer(count=4, width=8, rounds=2),
+        "saves": measure_saves({"small": (4, 32)}, 2, rounds=1),
+        "checks": measure_checks(TINY, 2, rounds=2, watched=0.5),
         "watch": {"load_before": 0.0, "others": 0.5, "seconds": 1.0},
     }
 

@@ -180,7 +180,7 @@ def test_links_paths_and_commands_lead_somewhere() -> None:
                 wrong.append(f"{page.name} names {name}")
         commands = re.findall(r"(?:`|^)make ([\w-]+)", text, re.MULTILINE)
         wrong += [f"{page.name} tells to run make {command}" for command in commands if command not in targets]
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_readme_has_both_commands() -> None:
@@ -291,7 +291,7 @@ def test_a_docstring_names_every_parameter() -> None:
             is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             if name != "self" and not is_variable and not re.search(rf"\b{name}\b", text):
                 wrong.append(f"{path} does not say what {name} is")
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_a_docstring_names_every_error() -> None:
@@ -304,7 +304,7 @@ def test_a_docstring_names_every_error() -> None:
         raises = [each for section in sections if section.kind.value == "raises" for each in section.value]
         missing = set[str]().union(*map(errors_of, ours)) - {str(each.annotation) for each in raises}
         wrong |= {path: missing} if missing else {}
-    assert wrong == {}
+    assert not wrong, wrong
 
 
 def _is_ours(function: FunctionType) -> bool:
@@ -312,7 +312,8 @@ def _is_ours(function: FunctionType) -> bool:
 
 
 def test_a_docstring_says_which_ranks_call() -> None:
-    assert [path for path in functions() if "Ranks: " not in docstrings_of(path)] == []
+    wrong = [path for path in functions() if "Ranks: " not in docstrings_of(path)]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_reference_has_every_environment_variable() -> None:

@@ -111,7 +111,7 @@ def test_a_module_has_a_file_of_tests_with_its_name() -> None:
             wrong.append(f"{where} neither imports {dotted} nor names anything that only it defines")
         if not re.search(r"^ *def test_", text, re.MULTILINE):
             wrong.append(f"{where} has no test")
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_what_has_no_tests_of_its_own_is_there_and_needs_none() -> None:

@@ -106,6 +106,7 @@ REFUSED: dict[str, tuple[Callable[..., object], Callable[[Any, World], None], st
         _nothing,
         "no",
     ),
+    "placement": (partial(fully_shard, shard_placement_fn=lambda param: Shard(1)), _nothing, "dim 1"),
     "wires": (
         partial(
             fully_shard,

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fullshard
 from fullshard.buffer.plan import ALIGNMENT
 from fullshard.meshes import data_mesh, group_of
-from tests.fully_shard.cases import BOTH, Library, Twins, assert_close, groups_of, inputs, local, shard_mlp, twins
+from tests.fully_shard.cases import BOTH, Library, assert_close, first_of, groups_of, inputs, local, shard_mlp, twins
 from tests.harness import World, fake_world, ranks
 from tests.harness.compare import each_block, kept
 from tests.harness.models import MLP, Transformer, seeded
@@ -144,21 +144,6 @@ def replicated(mesh: DeviceMesh) -> MLP:
     return model
 
 
-@ranks(2)
-def test_a_mesh_that_only_replicates_is_data_parallel(world: World) -> None:
-    mesh = world.mesh(2, names=("replicate",))
-    model = replicated(mesh)
-    dims = fullshard.DataParallelMeshDims(replicate="replicate")
-    each_block(mesh=mesh, dp_mesh_dims=dims)(fullshard, model)
-    for parameter, expected in zip(model.parameters(), seeded(MLP).parameters(), strict=True):
-        assert parameter.placements == (Replicate(),)
-        assert torch.equal(local(parameter), expected)
-    parameters = list(model.parameters())
-    for seed in range(2):
-        model(_on(mesh, inputs(2 * seed + world.rank))).to_local().sum().backward()
-    check_gradients(parameters, seeded(MLP), range(4), 2)
-
-
 def check_gradients(parameters: Iterable[Any], reference: nn.Module, seeds: Iterable[int], ranks: int) -> None:
     """Gradients are the mean over the ranks of those that the whole model has of all batches."""
     for seed in seeds:
@@ -172,7 +157,7 @@ def _on(mesh: DeviceMesh, batch: torch.Tensor) -> Any:
 
 
 @ranks(4)
-@pytest.mark.parametrize("reshard", [True, False, 2])
+@first_of("reshard", True, False, 2)
 def test_named_dims_of_a_full_mesh(world: World, reshard: bool | int) -> None:
     names = ("a", "b")
     mesh = world.mesh(2, 2, names=names)
@@ -187,7 +172,7 @@ def test_named_dims_of_a_full_mesh(world: World, reshard: bool | int) -> None:
 
 
 @ranks(4)
-@pytest.mark.parametrize("reshard", [True, False])
+@first_of("reshard", True, False)
 def test_named_dims_beside_tensor_parallel(world: World, reshard: bool) -> None:
     mesh = world.mesh(2, 2, names=("data", "tensor"))
 
@@ -205,7 +190,7 @@ def test_named_dims_beside_tensor_parallel(world: World, reshard: bool) -> None:
 
 
 @ranks(4)
-@pytest.mark.parametrize("reshard", [True, False, 1])
+@first_of("reshard", True, 1, False, quick=2)
 def test_a_full_mesh_with_tensor_parallel(world: World, reshard: bool | int) -> None:
     mesh = world.mesh(2, 2, names=("data", "tensor"))
     model, reference = seeded(lambda: nn.Linear(6, 8)), seeded(lambda: nn.Linear(6, 8))
@@ -222,10 +207,9 @@ def test_a_full_mesh_with_tensor_parallel(world: World, reshard: bool | int) -> 
 
 
 @ranks(4)
-@pytest.mark.parametrize("hybrid", [True, False])
-def test_experts_on_a_mesh_of_their_own(world: World, hybrid: bool) -> None:
-    full = world.mesh(2, 2, names=("copies", "experts"))
-    mesh = full if hybrid else full["experts"]
+def test_experts_on_a_mesh_of_their_own(world: World) -> None:
+    """On a mesh of one dimension, beside them, the mean is that of its own ranks."""
+    mesh = world.mesh(2, 2, names=("copies", "experts"))["experts"]
 
     def place(parameter: nn.Parameter) -> Any:
         return fullshard.ShardPlacementResult(Shard(0), mesh) if parameter.ndim == 2 else None
@@ -235,11 +219,6 @@ def test_experts_on_a_mesh_of_their_own(world: World, hybrid: bool) -> None:
     assert model.blocks[0][0].weight.device_mesh == mesh
     assert model.blocks[0][0].bias.device_mesh.shape == (4,)
     assert len(groups_of(model.blocks[0])) == 2
-    if hybrid:  # the replicas see all data; beside them a 1-D mesh takes the mean over its own ranks only
-        pair = Twins(world, model, reference)
-        pair.step()
-        pair.step()
-        return
     weight = model.blocks[0][0].weight
     model(inputs(world.rank)).sum().backward()
     first = world.rank // 2 * 2

@@ -142,22 +142,17 @@ def test_a_module_with_a_tied_parameter_is_called_by_its_own_name(world: World) 
 @ranks(2)
 def test_plain_state_dicts_are_refused(world: World) -> None:
     model, other = composable(), seeded(Model, 1).state_dict()
-    with pytest.raises(RuntimeError, match=r"'embedding.weight' is sharded, and load_state_dict.* shape \(7, 4\)"):
-        model.load_state_dict(other)
+    expected = model(TOKENS)
+    for reshards in (False, True):  # a forward leaves the root unsharded
+        assert isinstance(model.head.weight, DTensor) is reshards
+        with pytest.raises(RuntimeError, match=r"'embedding.weight' is sharded, and load_state_dict.* shape \(7, 4\)"):
+            model.load_state_dict(other)
+        assert torch.equal(model(TOKENS), expected)
+        model.reshard()
     set_model_state_dict(model, other, options=StateDictOptions(full_state_dict=True))
     assert torch.equal(model.head.weight.full_tensor(), seeded(Model, 1).head.weight)
     own = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(own)
-
-
-@ranks(2)
-def test_plain_state_dicts_are_refused_after_a_forward_that_left_the_root_unsharded(world: World) -> None:
-    model = composable()
-    expected = model(TOKENS)
-    assert not isinstance(model.head.weight, DTensor)
-    with pytest.raises(RuntimeError, match=r"'embedding.weight' is sharded, and load_state_dict.* shape \(7, 4\)"):
-        model.load_state_dict(seeded(Model, 1).state_dict())
-    assert torch.equal(model(TOKENS), expected)
 
 
 @ranks(2)

@@ -8,6 +8,7 @@ ranks there is no rounding either: a sum of two gradients is rounded once, howev
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
@@ -17,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers as hf
 from torch import Tensor, nn
 
 import fullshard
@@ -47,29 +47,34 @@ NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None,
 NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
+def hf() -> Any:
+    """transformers, which takes a second to import."""
+    return importlib.import_module("transformers")
+
+
 def llama() -> nn.Module:
     """A Llama, with fewer key heads than query heads."""
-    config = hf.LlamaConfig(**SIZES, **NO_SPECIAL_TOKENS, vocab_size=VOCABULARY, num_key_value_heads=1)
-    return hf.LlamaForCausalLM(config)
+    config = hf().LlamaConfig(**SIZES, **NO_SPECIAL_TOKENS, vocab_size=VOCABULARY, num_key_value_heads=1)
+    return hf().LlamaForCausalLM(config)
 
 
 def gpt2() -> nn.Module:
     """A GPT-2, whose head is its embedding."""
     sizes: dict[str, Any] = {"n_embd": 12, "n_layer": 2, "n_head": 2, "n_positions": LENGTH, "vocab_size": VOCABULARY}
     no_dropout: dict[str, Any] = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **no_dropout, **NO_SPECIAL_TOKENS, initializer_range=0.2))
+    return hf().GPT2LMHeadModel(hf().GPT2Config(**sizes, **no_dropout, **NO_SPECIAL_TOKENS, initializer_range=0.2))
 
 
 def t5() -> nn.Module:
     """A T5, of which encoder, decoder and head have one embedding."""
-    return hf.T5ForConditionalGeneration(hf.T5Config(**T5_SIZES, num_layers=2))
+    return hf().T5ForConditionalGeneration(hf().T5Config(**T5_SIZES, num_layers=2))
 
 
 def mixtral() -> nn.Module:
     """A Mixtral, whose experts lie in one parameter, with the loss that balances them."""
     experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-    config = hf.MixtralConfig(**SIZES, **experts, vocab_size=VOCABULARY, num_key_value_heads=1)
-    return hf.MixtralForCausalLM(config)
+    config = hf().MixtralConfig(**SIZES, **experts, vocab_size=VOCABULARY, num_key_value_heads=1)
+    return hf().MixtralForCausalLM(config)
 
 
 def switch_transformers() -> nn.Module:
@@ -86,13 +91,13 @@ def switch_transformers() -> nn.Module:
         "num_sparse_decoder_layers": 1,
         "router_jitter_noise": 0.0,
     }
-    return hf.SwitchTransformersForConditionalGeneration(hf.SwitchTransformersConfig(**sizes, **sparse))
+    return hf().SwitchTransformersForConditionalGeneration(hf().SwitchTransformersConfig(**sizes, **sparse))
 
 
 def bert() -> nn.Module:
     """A BERT, whose head is its embedding; its keys' biases are frozen."""
-    config = hf.BertConfig(**SIZES, **NO_DROPOUT, vocab_size=VOCABULARY, max_position_embeddings=LENGTH)
-    model = hf.BertForMaskedLM(config)
+    config = hf().BertConfig(**SIZES, **NO_DROPOUT, vocab_size=VOCABULARY, max_position_embeddings=LENGTH)
+    model = hf().BertForMaskedLM(config)
     for name, parameter in model.named_parameters():
         if name.endswith("self.key.bias"):  # its gradient is zero but for rounding: there is nothing to compare
             parameter.requires_grad_(False)
@@ -101,14 +106,14 @@ def bert() -> nn.Module:
 
 def vit() -> nn.Module:
     """A ViT, without biases of query, key and value, for the reason given for BERT's."""
-    config = hf.ViTConfig(**SIZES, **NO_DROPOUT, image_size=8, patch_size=4, num_labels=5, qkv_bias=False)
-    return hf.ViTForImageClassification(config)
+    config = hf().ViTConfig(**SIZES, **NO_DROPOUT, image_size=8, patch_size=4, num_labels=5, qkv_bias=False)
+    return hf().ViTForImageClassification(config)
 
 
 def mamba() -> nn.Module:
     """A Mamba: a state space in place of attention, and parameters that stand in no layer of torch's."""
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 12, "state_size": 4, "num_hidden_layers": 2}
-    return hf.MambaForCausalLM(hf.MambaConfig(**sizes, **NO_SPECIAL_TOKENS, initializer_range=0.2))
+    return hf().MambaForCausalLM(hf().MambaConfig(**sizes, **NO_SPECIAL_TOKENS, initializer_range=0.2))
 
 
 def token_ids(seed: int, *shape: int) -> Tensor:

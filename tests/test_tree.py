@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import sys
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from transformers.modeling_outputs import BaseModelOutput
 
 from fullshard.tree import cast_floating, map_tensors, tensors, to_device
 
@@ -126,6 +126,11 @@ def picky_list(value: Any) -> PickyList:
     return made
 
 
+def transformers_output(*args: Any, **kwargs: Any) -> Any:
+    """An output of a model of transformers, which takes a second to import."""
+    return importlib.import_module("transformers.modeling_outputs").BaseModelOutput(*args, **kwargs)
+
+
 def frozen_inside(value: Any) -> dict[str, Any]:
     return {"list": [Frozen(value)], "none": None, "text": "abc"}
 
@@ -151,7 +156,7 @@ CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "dataclass with slots": Slotted,
     "frozen dataclass with slots": FrozenSlotted,
     "dataclass that is a dict": lambda value: DictOutput(x=value),
-    "transformers output": lambda value: BaseModelOutput(last_hidden_state=value),
+    "transformers output": lambda value: transformers_output(last_hidden_state=value),
     "registered": lambda value: Registered(value, "name"),
     "nested": frozen_inside,
 }
@@ -208,7 +213,7 @@ class TestWhatContainersKeep:
         assert map_tensors(double, tree).extra.tolist() == [2, 2]  # type: ignore[attr-defined]
 
     def test_the_dict_and_the_fields_of_an_output_stay_the_same_tensors(self) -> None:
-        for tree in (DictOutput(x=one(), y=one()), BaseModelOutput(one(), hidden_states=(one(),))):
+        for tree in (DictOutput(x=one(), y=one()), transformers_output(one(), hidden_states=(one(),))):
             new: Any = map_tensors(double, tree)
             assert list(new) == list(tree)
             for name in tree:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -28,50 +29,56 @@ T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "vocab_size": 32}
 STAGES = {"hidden_sizes": [8, 16, 24, 32]}
 WHISPER_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
+
+def hf() -> Any:
+    """transformers, which takes a second to import."""
+    return importlib.import_module("transformers")
+
+
 #: For each model: how to make it, and how many blocks are where.
 ZOO: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
-    "Llama": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)), {"model.layers.*": 3}),
+    "Llama": (lambda: hf().LlamaForCausalLM(hf().LlamaConfig(**GROUPED)), {"model.layers.*": 3}),
     "GPT-2": (
-        lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=32)),
+        lambda: hf().GPT2LMHeadModel(hf().GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=32)),
         {"transformer.h.*": 3},
     ),
     "T5": (
-        lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5, num_layers=2, num_decoder_layers=3)),
+        lambda: hf().T5ForConditionalGeneration(hf().T5Config(**T5, num_layers=2, num_decoder_layers=3)),
         {"encoder.block.*": 2, "decoder.block.*": 3},
     ),
     "T5 with one layer a stack": (
-        lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5, num_layers=1)),
+        lambda: hf().T5ForConditionalGeneration(hf().T5Config(**T5, num_layers=1)),
         {"encoder.block.*": 1, "decoder.block.*": 1},
     ),
-    "BERT": (lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL)), {"bert.encoder.layer.*": 3}),
-    "ViT": (lambda: hf.ViTModel(hf.ViTConfig(**SMALL, image_size=32)), {"*layer*.*": 3}),
+    "BERT": (lambda: hf().BertForMaskedLM(hf().BertConfig(**SMALL)), {"bert.encoder.layer.*": 3}),
+    "ViT": (lambda: hf().ViTModel(hf().ViTConfig(**SMALL, image_size=32)), {"*layer*.*": 3}),
     "CLIP": (
-        lambda: hf.CLIPModel(hf.CLIPConfig(text_config=SMALL, vision_config={**SMALL, "image_size": 32})),
+        lambda: hf().CLIPModel(hf().CLIPConfig(text_config=SMALL, vision_config={**SMALL, "image_size": 32})),
         {"text_model.encoder.layers.*": 3, "vision_model.encoder.layers.*": 3},
     ),
     "Whisper": (
-        lambda: hf.WhisperModel(
-            hf.WhisperConfig(d_model=16, encoder_layers=2, decoder_layers=3, vocab_size=32, **HEADS, **WHISPER_IDS)
+        lambda: hf().WhisperModel(
+            hf().WhisperConfig(d_model=16, encoder_layers=2, decoder_layers=3, vocab_size=32, **HEADS, **WHISPER_IDS)
         ),
         {"encoder.layers.*": 2, "decoder.layers.*": 3},
     ),
     "Mixtral": (
-        lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**GROUPED, num_local_experts=4)),
+        lambda: hf().MixtralForCausalLM(hf().MixtralConfig(**GROUPED, num_local_experts=4)),
         {"model.layers.*": 3},
     ),
     "Switch (a dict of experts)": (
-        lambda: hf.SwitchTransformersForConditionalGeneration(
-            hf.SwitchTransformersConfig(**T5, num_layers=2, num_decoder_layers=2, num_experts=4)
+        lambda: hf().SwitchTransformersForConditionalGeneration(
+            hf().SwitchTransformersConfig(**T5, num_layers=2, num_decoder_layers=2, num_experts=4)
         ),
         {"encoder.block.*": 2, "decoder.block.*": 2},
     ),
     "Mamba": (
-        lambda: hf.MambaForCausalLM(hf.MambaConfig(hidden_size=16, num_hidden_layers=3, vocab_size=32)),
+        lambda: hf().MambaForCausalLM(hf().MambaConfig(hidden_size=16, num_hidden_layers=3, vocab_size=32)),
         {"backbone.layers.*": 3},
     ),
     "Jamba (one attention layer among Mamba layers)": (
-        lambda: hf.JambaForCausalLM(
-            hf.JambaConfig(
+        lambda: hf().JambaForCausalLM(
+            hf().JambaConfig(
                 **{**GROUPED, "num_hidden_layers": 4},
                 attn_layer_period=4,
                 attn_layer_offset=1,
@@ -82,19 +89,19 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
         {"model.layers.*": 4},
     ),
     "MobileBERT (lists of feed-forwards in a layer)": (
-        lambda: hf.MobileBertModel(hf.MobileBertConfig(**SMALL, intra_bottleneck_size=8, embedding_size=8)),
+        lambda: hf().MobileBertModel(hf().MobileBertConfig(**SMALL, intra_bottleneck_size=8, embedding_size=8)),
         {"encoder.layer.*": 3},
     ),
     "ResNet": (
-        lambda: hf.ResNetModel(hf.ResNetConfig(embedding_size=8, **STAGES, depths=[3, 4, 6, 3])),
+        lambda: hf().ResNetModel(hf().ResNetConfig(embedding_size=8, **STAGES, depths=[3, 4, 6, 3])),
         {"encoder.stages.*.layers.*": 16},
     ),
     "Swin": (
-        lambda: hf.SwinModel(hf.SwinConfig(embed_dim=16, depths=[2, 2, 6, 2], num_heads=[2] * 4, image_size=64)),
+        lambda: hf().SwinModel(hf().SwinConfig(embed_dim=16, depths=[2, 2, 6, 2], num_heads=[2] * 4, image_size=64)),
         {"encoder.layers.*.blocks.*": 12},
     ),
     "ConvNeXt": (
-        lambda: hf.ConvNextModel(hf.ConvNextConfig(**STAGES, depths=[3, 3, 9, 3])),
+        lambda: hf().ConvNextModel(hf().ConvNextConfig(**STAGES, depths=[3, 3, 9, 3])),
         {"encoder.stages.*.layers.*": 18},
     ),
 }

@@ -5,7 +5,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import set_seed
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.frameworks.library import library_of
+from tests.frameworks.library import LLAMA, library_of
 
 
 def train(accelerator, model, optimizer, steps):
@@ -43,16 +43,7 @@ def run_case(folder, options):
         gradient_accumulation_steps=2 if "accumulate" in options else 1,
     )
     set_seed(0)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings="tied" in options,
-    )
+    config = LlamaConfig(**LLAMA, tie_word_embeddings="tied" in options)
     model = LlamaForCausalLM(config)
     if "bf16_weights" in options:
         model = model.to(torch.bfloat16)

@@ -8,6 +8,17 @@ import torch
 
 from fullshard.compat import frameworks
 
+#: Sizes of a small Llama.
+LLAMA: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
 
 def put_torchs_on_cpu() -> None:
     """Let torch's FSDP shard on CPUs, where ``fullshard.patch()`` is not called.

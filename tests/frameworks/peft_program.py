@@ -15,17 +15,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from tests.frameworks.library import library_of
+from tests.frameworks.library import LLAMA, library_of
 
-CONFIG = LlamaConfig(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
+CONFIG = LlamaConfig(**LLAMA)
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
 ADAPTERS = StateDictOptions(ignore_frozen_params=True, strict=False)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -5,17 +5,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-from tests.frameworks.library import library_of
+from tests.frameworks.library import LLAMA, library_of
 
-CONFIG = LlamaConfig(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
+CONFIG = LlamaConfig(**LLAMA)
 IDS = torch.randint(0, 97, (32, 16), generator=torch.Generator().manual_seed(0))
 DATA = [{"input_ids": row, "labels": row} for row in IDS]
 

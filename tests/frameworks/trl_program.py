@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from tests.frameworks.library import library_of
+from tests.frameworks.library import LLAMA, library_of
 
 #: Every character is a token.
 VOCABULARY = {each: number for number, each in enumerate(["<pad>", "<eos>", "<unk>", *string.printable])}
@@ -21,18 +21,8 @@ TOKENIZER = PreTrainedTokenizerFast(
     tokenizer_object=CHARACTERS, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
 )
 LINES = [line.strip() for line in inspect.getsource(argparse).splitlines() if len(line) > 40][:32]
-CONFIG = LlamaConfig(
-    vocab_size=len(VOCABULARY),
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    pad_token_id=0,
-    eos_token_id=1,
-    bos_token_id=None,
-)
+SIZES = {"vocab_size": len(VOCABULARY), "max_position_embeddings": 128}
+CONFIG = LlamaConfig(**{**LLAMA, **SIZES}, pad_token_id=0, eos_token_id=1, bos_token_id=None)
 
 
 def varied(completions, **others):

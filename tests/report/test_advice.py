@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ class Stack(nn.Module):
         return x
 
 
+@cache
 def facts(ranks: int = 4, by_block: bool = True, **options: Any) -> ModelFacts:
     def build() -> nn.Module:
         model = Stack()

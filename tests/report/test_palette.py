@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from matplotlib.colors import to_rgb
-
 from fullshard.report import palette
 
 
@@ -17,5 +15,7 @@ def test_all_colours_are_distinct_in_grey_or_have_another_hatch() -> None:
 
 def lightness(look: palette.Look) -> float:
     """From 0 for black to 1 for white."""
+    from matplotlib.colors import to_rgb  # a second of each test run's begin
+
     red, green, blue = to_rgb(look.color)
     return 0.299 * red + 0.587 * green + 0.114 * blue

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -72,7 +71,7 @@ def test_each_part_has_the_number_of_its_rank_in_its_middle_and_all_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
     linear(WAYS["rows"], ranks=3).picture(tmp_path / "groups.png")
     (axes,) = drawn[0].axes
     numbers = {text.get_text(): text.get_position() for text in axes.texts if text.get_text().isdecimal()}
@@ -98,7 +97,7 @@ def test_names_say_the_module_and_frozen_parameters_look_different(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
     explain(lambda: fullshard.fully_shard(Named()), ranks=2).picture(tmp_path / "groups.png")
     (figure,) = drawn
     (axes,) = figure.axes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from fullshard.report.facts import ModelFacts
 from fullshard.report.replay import Phase, Replay
 
 
+@cache
 def facts(ranks: int = 4, layers: int = 3, **options: Any) -> ModelFacts:
     def build() -> nn.Module:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from torch import nn
 
@@ -24,6 +25,7 @@ from fullshard.report.tables import (
 )
 
 
+@cache
 def explained() -> Explanation:
     def build() -> nn.Module:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 10))
