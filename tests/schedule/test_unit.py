@@ -214,7 +214,7 @@ class Passes(nn.Module):
 def test_only_one_of_several_outputs_is_used(world: World, used: int) -> None:
     pair = twins(world, lambda: seeded(Passes), reshard_after_forward=True)
     for _ in range(2):
-        pair.step(loss=lambda model, x: model(x)[used].sum())
+        pair.step(lr=1e-3, loss=lambda model, x: model(x)[used].sum())
 
 
 class Fails(nn.Linear):
