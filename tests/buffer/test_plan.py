@@ -223,14 +223,6 @@ def test_a_part_lies_in_its_place_in_the_shard(plan: Plan) -> None:
 
 
 @unhurried
-@given(even_plans())
-def test_even_pads_a_chunk_to_that_of_the_first_rank_and_to_the_alignment(plan: Plan) -> None:
-    for param, (offset, following) in zip(plan.params, pairwise((*plan.shard_offsets, plan.shard_numel)), strict=True):
-        largest = torch.Size(param.chunk_shape(0, plan.world_size)).numel()
-        assert 0 <= following - offset - largest < plan.alignment
-
-
-@unhurried
 @given(param_shapes(), WORLD_SIZES)
 def test_chunks_are_those_of_torch(param: ParamShape, world_size: int) -> None:
     if param.dim is None:

@@ -34,20 +34,14 @@ from tests.harness import World, fake_world, ranks
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@ranks(2)
-def test_ranks_of_a_host_share_memory(world: World) -> None:
+@ranks(3)
+def test_ranks_of_a_host_share_memory_in_each_process_group(world: World) -> None:
+    pair = dist.new_group([0, 2])
     assert isinstance(select_transport(group(), CPU), ShmTransport)
     assert select_transport(group(), CPU) is select_transport(group(), CPU)
-
-
-@ranks(3)
-def test_each_process_group_shares_memory_of_its_own(world: World) -> None:
-    pair = dist.new_group([0, 2])
     if world.rank != 1:
         assert isinstance(select_transport(pair, CPU), ShmTransport)
         assert select_transport(pair, CPU) is not select_transport(group(), CPU)
-    else:
-        select_transport(group(), CPU)
 
 
 def on_other_hosts() -> str:
@@ -104,14 +98,15 @@ def refuse(*args: Any) -> Any:
 
 
 WITHOUT = "rank 1 runs on a system without the shared memory that this transport needs: it lacks"
+MEMORY = "fullshard.buffer.shared_memory"
 #: What a system may lack or forbid, and what is said of rank 1, on which it is tried.
 LACKS: dict[str, tuple[str, Any, str]] = {
     "shared memory": ("os.memfd_create", None, f"{WITHOUT} memfd_create"),
     "pidfd": ("os.pidfd_open", None, f"{WITHOUT} pidfd_open"),
-    "pagemap": ("fullshard.buffer.shared_memory._PAGEMAP", "/proc/none", f"{WITHOUT} /proc/none"),
+    "pagemap": (f"{MEMORY}._PAGEMAP", "/proc/none", f"{WITHOUT} /proc/none"),
     "processor": ("platform.machine", lambda: "aarch64", rf"{WITHOUT} a processor x86-64 \(this is aarch64\)"),
     "processes": ("os.pidfd_open", refuse, "rank 1 cannot see the processes of the others"),
-    "mappings": ("fullshard.buffer.shared_memory.Segment.open", refuse, "a rank could not map another rank's memory"),
+    "mappings": (f"{MEMORY}.Segment.open", refuse, "a rank could not map another rank's memory"),
 }
 
 
@@ -139,16 +134,20 @@ def test_where_rank_0_has_no_memory_all_exchange_messages(world: World) -> None:
 
 
 @ranks(1)
-def test_one_rank_has_nobody_to_share_with(world: World) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "device", "kind"),
+    [
+        ("", CPU, PointToPointTransport),
+        ("shm", CPU, PointToPointTransport),
+        ("p2p", CPU, PointToPointTransport),
+        ("collective", CPU, CollectiveTransport),
+        ("", CUDA, CollectiveTransport),
+    ],
+)
+def test_one_rank_shares_with_nobody(world: World, wanted: str, device: torch.device, kind: type) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for wanted in ("", "shm"):
-            patch.setenv("FULLSHARD_TRANSPORT", wanted)
-            assert isinstance(select_transport(group(), CPU), PointToPointTransport)
-
-
-@ranks(1)
-def test_gloo_elsewhere_uses_its_collectives(world: World) -> None:
-    assert isinstance(select_transport(group(), CUDA), CollectiveTransport)
+        patch.setenv("FULLSHARD_TRANSPORT", wanted)
+        assert isinstance(select_transport(group(), device), kind)
 
 
 @ranks(1)
@@ -159,24 +158,11 @@ def test_a_group_may_have_a_backend_for_each_device(world: World) -> None:
     assert isinstance(select_transport(several, CPU), PointToPointTransport)
 
 
-def test_every_other_backend_uses_its_collectives() -> None:
+def test_every_other_backend_uses_its_collectives_in_all_groups() -> None:
     with fake_world(4):
         assert backend_name(group(), CPU) == "fake"
         assert isinstance(select_transport(group(), CPU), CollectiveTransport)
-
-
-def test_all_groups_share_a_transport() -> None:
-    with fake_world(4):
         assert select_transport(group(), CPU) is select_transport(dist.new_group([0, 1]), CPU)
-
-
-@ranks(1)
-def test_the_environment_overrides_the_choice(world: World) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FULLSHARD_TRANSPORT", "collective")
-        assert isinstance(select_transport(group(), CPU), CollectiveTransport)
-        patch.setenv("FULLSHARD_TRANSPORT", "p2p")
-        assert isinstance(select_transport(group(), CPU), PointToPointTransport)
 
 
 #: What the first line says, by ``FULLSHARD_TRANSPORT``.

@@ -83,26 +83,44 @@ def mixed(*shapes: Shapes) -> tuple[Section, ...]:
 SECTIONS["several dtypes"] = (*mixed(ODD, LARGE, TINY, ZERO_COPY), Section(torch.bfloat16, LARGE))
 
 
+def check_gather(world: World, transport_name: str, case: Case, transfers: list[Transfer] | None = None) -> None:
+    transfers = transfers_of(case, world.size) if transfers is None else transfers
+    fill_shards(case, transfers, world.rank)
+    gather(make(transport_name), transfers, group(), tag=0).finish()
+    assert_gathered(case, transfers, world.rank)
+
+
+def check_reduction(
+    world: World,
+    transport_name: str,
+    case: Case,
+    reduction: Reduction | None = None,
+    shard_dtype: torch.dtype | None = None,
+) -> None:
+    transport, reduction = make(transport_name), reduction or Reduction(world.size)
+    transfers = transfers_of(case, world.size, shard_dtype, transport=transport)
+    fill_fulls(case, transfers, world.rank)
+    complete(reduce(transport, transfers, group(), 1, reduction))
+    is_low = any(section.dtype.itemsize < 4 for section in case.sections)
+    assert all(transfer.shard.dtype == (shard_dtype or transfer.full.dtype) for transfer in transfers)
+    exactly_added = transport_name != "collective" or not is_low
+    assert_reduced(case, transfers, world.rank, reduction.divisor, exactly_added=exactly_added)
+
+
 @ranks(1, 2, 3, 4)
 @each_transport
 @each_layout
 @pytest.mark.parametrize("shapes", SECTIONS)
 def test_every_rank_gathers_all_parameters(world: World, transport_name: str, layout: LayoutName, shapes: str) -> None:
-    case = Case(layout, SECTIONS[shapes])
-    transfers = transfers_of(case, world.size)
-    fill_shards(case, transfers, world.rank)
-    gather(make(transport_name), transfers, group(), tag=0).finish()
-    assert_gathered(case, transfers, world.rank)
+    check_gather(world, transport_name, Case(layout, SECTIONS[shapes]))
 
 
 @ranks(2)
 @each_transport
 def test_sections_may_lie_in_memory_of_their_own(world: World, transport_name: str) -> None:
     case = Case("even", mixed(ODD, TINY, LARGE))
-    transfers = [transfers_of(Case("even", (section,)), world.size)[0] for section in case.sections]
-    fill_shards(case, transfers, world.rank)
-    gather(make(transport_name), transfers, group(), tag=0).finish()
-    assert_gathered(case, transfers, world.rank)
+    apart = [transfers_of(Case("even", (section,)), world.size)[0] for section in case.sections]
+    check_gather(world, transport_name, case, apart)
 
 
 @ranks(2)
@@ -127,13 +145,7 @@ def test_a_gather_moves_any_dtype(world: World, transport_name: str, dtype: torc
 def test_every_rank_gets_the_mean_of_what_it_owns(
     world: World, transport_name: str, layout: LayoutName, shapes: str
 ) -> None:
-    case = Case(layout, SECTIONS[shapes])
-    transport = make(transport_name)
-    transfers = transfers_of(case, world.size, transport=transport)
-    fill_fulls(case, transfers, world.rank)
-    complete(reduce(transport, transfers, group(), 1, Reduction(world.size)))
-    is_exact = transport_name != "collective" or shapes != "several dtypes"
-    assert_reduced(case, transfers, world.rank, world.size, exactly_added=is_exact)
+    check_reduction(world, transport_name, Case(layout, SECTIONS[shapes]))
 
 
 @ranks(2, 3)
@@ -183,14 +195,7 @@ def test_the_result_is_cast_to_the_dtype_of_the_shard(
     world: World, transport_name: str, dtype: torch.dtype, shard_dtype: torch.dtype
 ) -> None:
     case = Case("even", (Section(dtype, ODD), Section(dtype, LARGE)))
-    transport = make(transport_name)
-    transfers = transfers_of(case, world.size, shard_dtype, transport=transport)
-    fill_fulls(case, transfers, world.rank)
-    complete(reduce(transport, transfers, group(), 1, Reduction(world.size)))
-    exactly_added = transport_name != "collective" or dtype.itemsize > 2
-    for transfer in transfers:
-        assert transfer.shard.dtype == shard_dtype
-    assert_reduced(case, transfers, world.rank, world.size, exactly_added)
+    check_reduction(world, transport_name, case, shard_dtype=shard_dtype)
 
 
 @ranks(2)
@@ -201,11 +206,7 @@ def test_the_sum_is_divided_by_any_divisor(
     world: World, transport_name: str, layout: LayoutName, reduction: Reduction
 ) -> None:
     case = Case(layout, (Section(torch.float32, ODD), Section(torch.float16, ODD)))
-    transport = make(transport_name)
-    transfers = transfers_of(case, world.size, transport=transport)
-    fill_fulls(case, transfers, world.rank)
-    complete(reduce(transport, transfers, group(), 1, reduction))
-    assert_reduced(case, transfers, world.rank, reduction.divisor, exactly_added=transport_name != "collective")
+    check_reduction(world, transport_name, case, reduction)
 
 
 @ranks(4)

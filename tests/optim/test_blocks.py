@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ OF_MATRICES = ["torch.Muon", "pytorch_optimizer.Shampoo", "pytorch_optimizer.Sca
 REFUSED = ["bitsandbytes.AdEMAMix8bit", "pytorch_optimizer.ScalableShampoo"]
 
 
+def without(name: str) -> pytest.MarkDecorator:
+    """Skips a test here, and not on ranks, of which one may skip before another has come to it."""
+    library = name.partition(".")[0]
+    return pytest.mark.skipif(find_spec(library) is None, reason=f"{library} is not installed")
+
+
+def each(*names: str, quick: Callable[[str], bool] = lambda name: True) -> pytest.MarkDecorator:
+    """A parameter `name` for tests; those that are not quick are left to the long lane."""
+    slow = {name: () if quick(name) else (pytest.mark.slow,) for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=(without(name), *slow[name])) for name in names])
+
+
 def build(name: str, seed: int = 0) -> nn.Sequential:
     """Weights of more than 4,096 elements and fewer, and biases. The last block of bitsandbytes may have fewer elements
     than others."""
@@ -41,7 +54,7 @@ def build(name: str, seed: int = 0) -> nn.Sequential:
 
 def optimizer_of(name: str, params: list[nn.Parameter]) -> Any:
     library, _, kind = name.partition(".")
-    module = pytest.importorskip(library, reason=f"{library} is not installed")
+    module = importlib.import_module(library)
     if library != "pytorch_optimizer":
         module = importlib.import_module(f"{library}.optim")
     if name in OF_MATRICES:
@@ -88,7 +101,7 @@ def compare(name: str, placement: Callable[[nn.Parameter], Any]) -> tuple[Any, A
 
 
 @ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("name", LOW_BIT)
+@each(*LOW_BIT)
 def test_quantized_state_is_that_of_the_whole(world: World, name: str) -> None:
     model, optimizer = compare(name, lambda param: Ragged(block=4096))
     state = optimizer.state[model[0].weight]
@@ -100,31 +113,34 @@ def test_quantized_state_is_that_of_the_whole(world: World, name: str) -> None:
 
 
 @ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("name", OF_MATRICES)
+@each(*OF_MATRICES)
 def test_matrices_are_whole(world: World, name: str) -> None:
     model, _ = compare(name, lambda param: Ragged() if param.ndim == 2 else None)
     for param in (model[0].weight, model[2].weight, model[4].weight):
         assert param.to_local().shape[0] in (0, param.shape[0])
 
 
+#: A cut that does not fit, and what is said of it.
+CUT_INSIDE = {
+    "torch.Muon": (Ragged(rows=1), r"Muon .*Ragged\(\)\. But '0.weight' of shape \(128, 96\) .* \[6144\] elements"),
+    "torchao.Adam8bit": (Ragged(rows=5), r"Adam8bit .*Ragged\(block=4096\)\. But '0.weight'"),
+    "pytorch_optimizer.Shampoo": (Ragged(rows=1), r"Shampoo .*Ragged\(\)\. But '0.weight' .* \[6144\] elements"),
+    "bitsandbytes.Lion8bit": (Ragged(rows=5), r"Lion8bit .*Ragged\(block=4096\)\. But '0.weight'"),
+}
+
+
 @ranks(2)
-@pytest.mark.parametrize(
-    ("name", "placement", "says"),
-    [
-        ("torch.Muon", Ragged(rows=1), r"Muon .*Ragged\(\)\. But '0.weight' of shape \(128, 96\) .* \[6144\] elements"),
-        ("torchao.Adam8bit", Ragged(rows=5), r"Adam8bit .*Ragged\(block=4096\)\. But '0.weight'"),
-        ("pytorch_optimizer.Shampoo", Ragged(rows=1), r"Shampoo .*Ragged\(\)\. But '0.weight' .* \[6144\] elements"),
-        ("bitsandbytes.Lion8bit", Ragged(rows=5), r"Lion8bit .*Ragged\(block=4096\)\. But '0.weight'"),
-    ],
-)
-def test_parameters_that_are_cut_inside_blocks_are_named(world: World, name: str, placement: Ragged, says: str) -> None:
+@each(*CUT_INSIDE)
+def test_parameters_that_are_cut_inside_blocks_are_named(world: World, name: str) -> None:
+    placement, says = CUT_INSIDE[name]
     with pytest.raises(ValueError, match=says):
         compare(name, lambda param: placement)
 
 
+@without("bitsandbytes")
 @ranks(2)
 def test_options_of_single_parameters_are_not_lost(world: World) -> None:
-    optim = pytest.importorskip("bitsandbytes").optim
+    optim = importlib.import_module("bitsandbytes").optim
     model = fully_shard(build("bitsandbytes"), shard_placement_fn=placed("bitsandbytes.Adam8bit"))
     optimizer = optim.Adam8bit(model.parameters())
     manager = optim.GlobalOptimManager.get_instance()
@@ -156,7 +172,7 @@ def save_and_load(world: World, folder: Path, name: str, loads: bool) -> list[Te
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", REFUSED)
+@each(*REFUSED)
 def test_state_that_cannot_be_cut_for_other_ranks_is_not_saved(world: World, tmp_path: Path, name: str) -> None:
     model: Any = fully_shard(build(name), shard_placement_fn=placed(name))
     optimizer = optimizer_of(name, list(model.parameters()))
@@ -165,16 +181,11 @@ def test_state_that_cannot_be_cut_for_other_ranks_is_not_saved(world: World, tmp
         checkpoint.save(tmp_path, model, optimizer)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("torch.Muon", "torchao.Adam8bit") else pytest.mark.slow)
-        for name in [*LOW_BIT, *OF_MATRICES]
-        if name not in REFUSED
-    ],
+@each(
+    *(name for name in [*LOW_BIT, *OF_MATRICES] if name not in REFUSED),
+    quick=lambda name: name in ("torch.Muon", "torchao.Adam8bit"),
 )
 def test_state_is_loaded_by_other_numbers_of_ranks(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
-    pytest.importorskip(name.partition(".")[0])
     expected = run(rank_pool, save_and_load, 2, tmp_path, name, False)[0]
     for size in (1, 2, 3):
         for found in run(rank_pool, save_and_load, size, tmp_path, name, True):
@@ -182,7 +193,7 @@ def test_state_is_loaded_by_other_numbers_of_ranks(rank_pool: RankPool, tmp_path
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("name", ["torch.AdamW", "torch.Muon", "torchao.Adam8bit"])
+@each("torch.AdamW", "torch.Muon", "torchao.Adam8bit")
 def test_state_of_a_model_with_other_cuts_is_cut_again(world: World, name: str) -> None:
     """The state dict of the optimizer is loaded as it is: the model that is sharded next begins with the next rank."""
     with pytest.MonkeyPatch.context() as patch:

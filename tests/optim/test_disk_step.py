@@ -108,52 +108,47 @@ def compare(world: World, name: str, shares: str, zero_stage: int = 3) -> None:
 
 
 @ranks(1)
-def test_state_that_was_loaded_goes_to_the_disk(world: World) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        policy = DiskOffloadPolicy(directory)
-        model, other = build(policy), build(policy)
-        optimizer, loaded = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, other))
-        train(model, optimizer, world)
-        checkpoint.save(f"{directory}/checkpoints", model, optimizer)
-        checkpoint.load(f"{directory}/checkpoints", other, loaded)
-        for each in (
-            loaded.state[param]["exp_avg"].to_local() for param in other.parameters() if param.numel() > 20000
-        ):
-            assert isinstance(each, DiskTensor)
-        train(model, optimizer, world, range(STEPS, STEPS + 2))
-        train(other, loaded, world, range(STEPS, STEPS + 2))
-        assert all(map(torch.equal, values(model, optimizer), values(other, loaded)))
-        plain = build(OffloadPolicy())
-        in_memory = torch.optim.AdamW(plain.parameters(), lr=0.01)
-        checkpoint.load(f"{directory}/checkpoints", plain, in_memory)
-        train(plain, in_memory, world, range(STEPS, STEPS + 2))
-        assert all(map(torch.equal, values(model, optimizer), values(plain, in_memory)))
+def test_state_that_was_loaded_goes_to_the_disk(world: World, tmp_path: Path) -> None:
+    policy = DiskOffloadPolicy(tmp_path)
+    model, other = build(policy), build(policy)
+    optimizer, loaded = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, other))
+    train(model, optimizer, world)
+    checkpoint.save(f"{tmp_path}/checkpoints", model, optimizer)
+    checkpoint.load(f"{tmp_path}/checkpoints", other, loaded)
+    for each in (loaded.state[param]["exp_avg"].to_local() for param in other.parameters() if param.numel() > 20000):
+        assert isinstance(each, DiskTensor)
+    train(model, optimizer, world, range(STEPS, STEPS + 2))
+    train(other, loaded, world, range(STEPS, STEPS + 2))
+    assert all(map(torch.equal, values(model, optimizer), values(other, loaded)))
+    plain = build(OffloadPolicy())
+    in_memory = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    checkpoint.load(f"{tmp_path}/checkpoints", plain, in_memory)
+    train(plain, in_memory, world, range(STEPS, STEPS + 2))
+    assert all(map(torch.equal, values(model, optimizer), values(plain, in_memory)))
 
 
 @ranks(1)
-def test_an_optimizer_that_needs_whole_parameters_is_refused(world: World) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        model = build(DiskOffloadPolicy(directory))
-        optimizer = local_step(torch.optim.AdamW(model.parameters()), whole=True)
-        model(torch.ones(1, 96)).sum().backward()
-        with pytest.raises(ValueError, match=r"does not compute element by element, and the state of '0\.0\.weight'"):
-            optimizer.step()
+def test_an_optimizer_that_needs_whole_parameters_is_refused(world: World, tmp_path: Path) -> None:
+    model = build(DiskOffloadPolicy(tmp_path))
+    optimizer = local_step(torch.optim.AdamW(model.parameters()), whole=True)
+    model(torch.ones(1, 96)).sum().backward()
+    with pytest.raises(ValueError, match=r"does not compute element by element, and the state of '0\.0\.weight'"):
+        optimizer.step()
 
 
 @ranks(1)
-def test_a_disk_that_fails_in_a_step_names_the_parameter(world: World) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        model = build(DiskOffloadPolicy(directory))
-        optimizer = torch.optim.AdamW(model.parameters())
-        train(model, optimizer, world, range(1))
+def test_a_disk_that_fails_in_a_step_names_the_parameter(world: World, tmp_path: Path) -> None:
+    model = build(DiskOffloadPolicy(tmp_path))
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, world, range(1))
 
-        def fail(*_: Any) -> int:
-            raise OSError(5, "Input/output error")
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fullshard.disk.file.os.preadv", fail)
-            with pytest.raises(DiskError, match=r"could not read .*'[\d.]+weight' in .*: Input/output error"):
-                train(model, optimizer, world, range(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fullshard.disk.file.os.preadv", fail)
+        with pytest.raises(DiskError, match=r"could not read .*'[\d.]+weight' in .*: Input/output error"):
+            train(model, optimizer, world, range(1))
 
 
 def train_in_backward(model: Any, world: World, change: bool) -> list[Tensor]:
@@ -186,9 +181,9 @@ def train_in_backward(model: Any, world: World, change: bool) -> list[Tensor]:
 @pytest.mark.parametrize("change", [False, True])
 @pytest.mark.parametrize("shares", ["all", "half", "state", "cached, little staging"])
 def test_optimizers_that_step_in_backward_read_ahead_what_is_there_then(
-    world: World, shares: str, change: bool
+    world: World, shares: str, change: bool, tmp_path: Path
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as directory:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk_step, "BLOCK", 1 << 14)
         patch.setattr("fullshard.disk.file.BLOCK", 1 << 14)
         used, take = list[bool](), disk_step.DiskStep._take_ahead
@@ -200,7 +195,7 @@ def test_optimizers_that_step_in_backward_read_ahead_what_is_there_then(
         patch.setattr(disk_step.DiskStep, "_take_ahead", note)
         found = [
             train_in_backward(build(policy), world, change)
-            for policy in (OffloadPolicy(), DiskOffloadPolicy(directory, **SHARES[shares]))
+            for policy in (OffloadPolicy(), DiskOffloadPolicy(tmp_path, **SHARES[shares]))
         ]
         assert all(map(torch.equal, *found))
         assert sum(used) > len(used) // 2, "what is read ahead is used"
@@ -208,37 +203,36 @@ def test_optimizers_that_step_in_backward_read_ahead_what_is_there_then(
 
 
 @ranks(1)
-def test_a_gradient_that_no_hook_has_used_goes_to_the_disk(world: World) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        found = []
-        for policy in (OffloadPolicy(), DiskOffloadPolicy(directory)):
-            model = build(policy)
-            seen: list[Tensor] = []
+def test_a_gradient_that_no_hook_has_used_goes_to_the_disk(world: World, tmp_path: Path) -> None:
+    found = []
+    for policy in (OffloadPolicy(), DiskOffloadPolicy(tmp_path)):
+        model = build(policy)
+        seen: list[Tensor] = []
 
-            def see(param: Any, seen: list[Tensor] = seen) -> None:
-                seen.append(param.grad.to_local().clone())
+        def see(param: Any, seen: list[Tensor] = seen) -> None:
+            seen.append(param.grad.to_local().clone())
 
-            for param in model.parameters():
-                param.register_post_accumulate_grad_hook(see)
-            for _ in range(2):
-                model(torch.ones(1, 96)).square().mean().backward()
-            grads = [param.grad.to_local() for param in model.parameters()]
-            found.append([*seen, *(grad.clone() for grad in grads)])
-        on_disk = [isinstance(grad, DiskTensor) for grad in grads]
-        assert on_disk == [param.numel() > 20000 for param in model.parameters()]
-        assert all(map(torch.equal, *found))
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(see)
+        for _ in range(2):
+            model(torch.ones(1, 96)).square().mean().backward()
+        grads = [param.grad.to_local() for param in model.parameters()]
+        found.append([*seen, *(grad.clone() for grad in grads)])
+    on_disk = [isinstance(grad, DiskTensor) for grad in grads]
+    assert on_disk == [param.numel() > 20000 for param in model.parameters()]
+    assert all(map(torch.equal, *found))
 
 
 @ranks(1)
-def test_a_step_uses_memory_again_and_no_more_than_it_may(world: World) -> None:
-    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+def test_a_step_uses_memory_again_and_no_more_than_it_may(world: World, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk_step, "BLOCK", 1 << 14)
         patch.setattr("fullshard.disk.file.BLOCK", 1 << 14)
-        policy = DiskOffloadPolicy(directory, staging_bytes=1 << 19)
+        policy = DiskOffloadPolicy(tmp_path, staging_bytes=1 << 19)
         model = build(policy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         train(model, optimizer, world, range(2))
-        (file,) = (each for each in DiskFile.opened() if each.directory == Path(directory))
+        (file,) = (each for each in DiskFile.opened() if each.directory == Path(tmp_path))
         taken, take = list[tuple[int, int]](), file.staging.take
 
         def note(*given: Any) -> Tensor:
@@ -254,10 +248,10 @@ def test_a_step_uses_memory_again_and_no_more_than_it_may(world: World) -> None:
 
 
 @ranks(1)
-def test_memory_of_different_sizes_is_bounded_too(world: World) -> None:
-    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+def test_memory_of_different_sizes_is_bounded_too(world: World, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
         model: Any = nn.Sequential(*(nn.Linear(192 + 4 * at, 196 + 4 * at) for at in range(24)))
-        fully_shard(model, offload_policy=DiskOffloadPolicy(directory, staging_bytes=1 << 22))
+        fully_shard(model, offload_policy=DiskOffloadPolicy(tmp_path, staging_bytes=1 << 22))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         alive, most, take = list[tuple[weakref.ref[Any], int]](), list[int](), Staging.take
 
@@ -277,20 +271,19 @@ def test_memory_of_different_sizes_is_bounded_too(world: World) -> None:
 
 
 @ranks(1)
-def test_nothing_that_was_read_ahead_outlives_the_model(world: World) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        model = build(DiskOffloadPolicy(directory))
-        optimizers = [torch.optim.AdamW([param], lr=0.01) for param in model.parameters()]
-        for _ in range(3):
-            model(torch.ones(1, 96)).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        values(model, optimizers[-1])  # waits for what is still written
-        lives = weakref.ref(model), *map(weakref.ref, model.parameters())
-        del model, optimizer, optimizers
-        gc.collect()
-        assert [live() for live in lives] == [None] * len(lives)
+def test_nothing_that_was_read_ahead_outlives_the_model(world: World, tmp_path: Path) -> None:
+    model = build(DiskOffloadPolicy(tmp_path))
+    optimizers = [torch.optim.AdamW([param], lr=0.01) for param in model.parameters()]
+    for _ in range(3):
+        model(torch.ones(1, 96)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    values(model, optimizers[-1])  # waits for what is still written
+    lives = weakref.ref(model), *map(weakref.ref, model.parameters())
+    del model, optimizer, optimizers
+    gc.collect()
+    assert [live() for live in lives] == [None] * len(lives)
 
 
 @ranks(2)

@@ -87,9 +87,6 @@ def test_the_constructor_is_torchs() -> None:
     assert issubclass(ShardedGradScaler, torch.amp.GradScaler)
 
 
-# -- the same numbers ------------------------------------------------------------------------------------------------
-
-
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("unscale_first", [False, True])
@@ -149,9 +146,6 @@ def test_fused_optimizers_skip_together(world: World, unscale_first: bool) -> No
     give_gradients([whole], 0, 1.0)
     torch.optim.AdamW([whole], lr=0.1, fused=True).step()
     assert torch.allclose(param, whole), "one step, with the scale divided out"
-
-
-# -- DTensors --------------------------------------------------------------------------------------------------------
 
 
 @ranks(1, 2, 3)
@@ -228,9 +222,6 @@ def test_process_groups_skip_apart_unless_a_mesh_joins_them(world: World) -> Non
         skipped = ours.get_scale() == 4.0
         assert skipped == torch.equal(local(param), torch.ones_like(local(param)))
         assert skipped == (joined or world.rank in (1, 3)), "ranks 1 and 3 replicate the same part"
-
-
-# -- scaling, refusals and saving ------------------------------------------------------------------------------------
 
 
 @ranks(1, 2)

@@ -19,8 +19,6 @@ from tests.fully_shard.cases import inputs, local
 from tests.harness import World, ranks
 from tests.optim.cases import Pair, Sign, backward, on_dtensors, runs_on_local, sharded
 
-# -- what is left alone ----------------------------------------------------------------------------------------------
-
 
 @ranks(2)
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam])
@@ -104,9 +102,6 @@ def test_offloaded_state_is_moved_around_a_step_on_dtensors(world: World) -> Non
                 assert moved == [*there * seed, *there, "whole"]
                 moved.clear()
             pair.check()
-
-
-# -- optimizers of one's own -----------------------------------------------------------------------------------------
 
 
 @ranks(1, 2, 3)

@@ -54,9 +54,6 @@ def seen_by_hook(model: Any) -> list[torch.dtype]:
     return seen
 
 
-# -- reduce_dtype=None -------------------------------------------------------------------------------------------------
-
-
 @ranks(2)
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("param_dtype", [None, BF16])
@@ -90,9 +87,6 @@ def test_gradients_wait_in_the_dtype_in_which_they_travel(world: World, library:
         for mean in means
     ]
     assert None in differences, differences
-
-
-# -- param_dtype_override_fn -------------------------------------------------------------------------------------------
 
 
 class Scaled(nn.Module):
@@ -188,9 +182,6 @@ def test_ranks_that_choose_differently_are_told(world: World) -> None:
     )
     with pytest.raises(ValueError, match=r"computed in torch\.float32.* where rank 1 has .*computed in param_dtype"):
         fullshard.fully_shard(seeded(Scaled), mp_policy=policy)
-
-
-# -- grad_dtype --------------------------------------------------------------------------------------------------------
 
 
 def with_grad_dtype(chosen: Callable[[str], Any], build: Callable[[], nn.Module] = MLP) -> Any:

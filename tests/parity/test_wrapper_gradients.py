@@ -161,15 +161,6 @@ def test_clipping_is_of_the_root_only(world: World, library: str) -> None:
 
 
 @ranks(2, transport="shm")
-@EACH_WRAPPER
-def test_clipping_without_gradients_warns_and_returns_zero(world: World, library: str) -> None:
-    model = after_a_forward(WRAPPERS[library])
-    with pytest.warns(UserWarning, match="gradients"):
-        norm = model.clip_grad_norm_(1.0)
-    assert (norm.item(), norm.dtype) == (0.0, torch.float32)
-
-
-@ranks(2, transport="shm")
 @ORIGINAL
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_dtype_of_a_norm(world: World, original: bool, keep: bool) -> None:

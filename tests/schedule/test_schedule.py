@@ -77,7 +77,7 @@ def test_the_gradients_of_a_head_are_reduced_when_the_first_block_begins(world: 
 
 
 @ranks(2, transport="p2p")
-def test_the_first_forward_gathers_nothing_ahead(world: World) -> None:
+def test_the_first_forward_gathers_nothing_ahead_and_later_ones_one_group(world: World) -> None:
     model = shard_mlp()
     recorder = Recorder(model)
     with torch.no_grad():
@@ -86,13 +86,8 @@ def test_the_first_forward_gathers_nothing_ahead(world: World) -> None:
     for block in range(4):
         expected += [f"gather {block}", f"unshard {block}", f"reshard {block}"]
     assert recorder.take() == expected
-
-
-@ranks(2, transport="p2p")
-def test_later_forwards_gather_one_group_ahead(world: World) -> None:
-    model = shard_mlp()
     model(inputs()).sum().backward()
-    recorder = Recorder(model)
+    recorder.take()
     with torch.no_grad():
         model(inputs())
     expected = ["gather root", "unshard root", "gather 0"]
@@ -207,41 +202,25 @@ def test_an_int_rests_after_forward_and_gathers_again(world: World) -> None:
 
 @ranks(2, transport="p2p")
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
-def test_recomputation_gathers_once(world: World, kind: Any) -> None:
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_recomputation_gathers_each_group_once(world: World, kind: Any, is_nested: bool) -> None:
     model = seeded(lambda: Transformer(layers=3, checkpointing=kind))
     for block in model.blocks:
+        if is_nested:
+            fullshard.fully_shard(block.attention)
         fullshard.fully_shard(block)
     fullshard.fully_shard(model)
-    tokens = torch.arange(6).view(2, 3)
     for _ in range(2):
+        output = model(torch.arange(6).view(2, 3))
         recorder = Recorder(model, "gather", "reuse", "reshard", "reduce")
-        output = model(tokens)
-        recorder.take()
         output.sum().backward()
         events = recorder.take()
         recorder.stop()
-        for block in ("0", "1", "2"):
-            mine = [event for event in events if event.split()[1] == block]
+        for group in ("0", "1", "2", *(["0.attention", "1.attention"] if is_nested else [])):
+            mine = [event for event in events if event.split()[1] == group]
             assert len(only(mine, "gather", "reuse")) == 1, events
-            assert only(mine, "reshard", "reduce") == [f"reduce {block}", f"reshard {block}"], events
-
-
-@ranks(2, transport="p2p")
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
-def test_recomputation_of_nested_groups_gathers_each_once(world: World, kind: Any) -> None:
-    model = seeded(lambda: Transformer(layers=2, checkpointing=kind))
-    for block in model.blocks:
-        fullshard.fully_shard(block.attention)
-        fullshard.fully_shard(block)
-    fullshard.fully_shard(model)
-    output = model(torch.arange(6).view(2, 3))
-    recorder = Recorder(model, "gather", "reuse", "reduce", "reshard")
-    output.sum().backward()
-    events = recorder.take()
-    for group in ("0", "1", "0.attention", "1.attention"):
-        mine = [event for event in events if event.split()[1] == group]
-        assert len(only(mine, "gather", "reuse")) == 1, events
-        assert only(mine, "reduce") == [f"reduce {group}"], events
+            assert only(mine, "reduce") == [f"reduce {group}"], events
+            assert is_nested or only(mine, "reshard") == [f"reshard {group}"], events
 
 
 class Nested(nn.Module):

@@ -138,6 +138,13 @@ def test_ranks_may_reduce_other_parameters_as_zeros(world: World) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), expected)
 
 
+#: What is said of a micro-batch that was left out, by whether ranks share memory.
+SAYS = {
+    False: "rank 0 has a forward after 0 optimizer steps where rank 1 has a forward after 1",
+    True: "left out a micro-batch or a step",
+}
+
+
 def left_out(world: World, transport_says: str, routed: Any = None) -> None:
     """Rank 1 takes one micro-batch, where rank 0 takes two."""
     routed = routed or model()
@@ -153,19 +160,11 @@ def left_out(world: World, transport_says: str, routed: Any = None) -> None:
         train()
 
 
-@ranks(2, transport="collective")
-def test_a_micro_batch_left_out_is_found_with_collectives(world: World) -> None:
-    left_out(world, "rank 0 has a forward after 0 optimizer steps where rank 1 has a forward after 1")
-
-
-@ranks(2, transport="p2p")
-def test_a_micro_batch_left_out_is_found_with_messages(world: World) -> None:
-    left_out(world, "rank 0 has a forward after 0 optimizer steps where rank 1 has a forward after 1")
-
-
-@ranks(2, transport="shm")
-def test_a_micro_batch_left_out_is_found_in_shared_memory(world: World) -> None:
-    left_out(world, "left out a micro-batch or a step")
+@ranks(2)
+@EACH_TRANSPORT
+def test_a_micro_batch_left_out_is_found(world: World, transport: str) -> None:
+    with environment(FULLSHARD_TRANSPORT=transport):
+        left_out(world, SAYS[transport == "shm"])
 
 
 @ranks(2)
@@ -174,8 +173,7 @@ def test_a_micro_batch_left_out_is_found_in_shared_memory(world: World) -> None:
 def test_a_micro_batch_left_out_is_found_in_the_wrapper(world: World, transport: str, original: bool) -> None:
     with environment(FULLSHARD_TRANSPORT=transport):
         routed = fullshard.FullyShardedDataParallel(seeded(Routed), use_orig_params=original)
-    says = "rank 0 has a forward after 0 optimizer steps where rank 1 has a forward after 1"
-    left_out(world, "left out a micro-batch or a step" if transport == "shm" else says, routed)
+    left_out(world, SAYS[transport == "shm"], routed)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard.group.full_buffer import RELEASED
 from fullshard.schedule.unit import schedule_of, unit_of, units_in
-from tests.fully_shard.cases import BOTH, Library, assert_close, groups_of, inputs, twins
+from tests.fully_shard.cases import assert_close, groups_of, inputs, twins
 from tests.harness import World, ranks
 from tests.harness.compare import OURS, kept
 from tests.harness.models import seeded
@@ -64,29 +64,18 @@ class Unknown:
 
 pytree.register_pytree_node(Registered, lambda node: ([node.value], None), lambda values, _: Registered(*values))
 
-PACK = {
-    "tuple": lambda x: (x, 1),
-    "list": lambda x: [x],
-    "dict": lambda x: {"a": {"b": x}},
-    "ordered dict": lambda x: collections.OrderedDict(a=x),
-    "default dict": lambda x: collections.defaultdict(list, a=x),
-    "dataclass": Data,
-    "frozen dataclass": Frozen,
-    "named tuple": lambda x: Named(x, 1),
-    "registered": Registered,
-    "deep": lambda x: ({"a": [Data(x)]},),
-}
-UNPACK = {
-    "tuple": lambda y: y[0],
-    "list": lambda y: y[0],
-    "dict": lambda y: y["a"]["b"],
-    "ordered dict": lambda y: y["a"],
-    "default dict": lambda y: y["a"],
-    "dataclass": lambda y: y.value,
-    "frozen dataclass": lambda y: y.value,
-    "named tuple": lambda y: y.value,
-    "registered": lambda y: y.value,
-    "deep": lambda y: y[0]["a"][0].value,
+#: How a tensor is packed into a container, and found in it again.
+KINDS: dict[str, tuple[Any, Any]] = {
+    "tuple": (lambda x: (x, 1), lambda y: y[0]),
+    "list": (lambda x: [x], lambda y: y[0]),
+    "dict": (lambda x: {"a": {"b": x}}, lambda y: y["a"]["b"]),
+    "ordered dict": (lambda x: collections.OrderedDict(a=x), lambda y: y["a"]),
+    "default dict": (lambda x: collections.defaultdict(list, a=x), lambda y: y["a"]),
+    "dataclass": (Data, lambda y: y.value),
+    "frozen dataclass": (Frozen, lambda y: y.value),
+    "named tuple": (lambda x: Named(x, 1), lambda y: y.value),
+    "registered": (Registered, lambda y: y.value),
+    "deep": (lambda x: ({"a": [Data(x)]},), lambda y: y[0]["a"][0].value),
 }
 
 
@@ -97,8 +86,9 @@ class Packing(nn.Module):
         self.blocks = nn.ModuleList([PackingBlock(6, 7, kind), PackingBlock(7, 5, kind)])
 
     def forward(self, x: Tensor) -> Tensor:
-        unpack = UNPACK[self.kind]
-        return unpack(self.blocks[1](unpack(self.blocks[0](x))))
+        for block in self.blocks:
+            x = KINDS[self.kind][1](block(x))
+        return x
 
 
 class PackingBlock(nn.Linear):
@@ -107,27 +97,21 @@ class PackingBlock(nn.Linear):
         self.kind = kind
 
     def forward(self, x: Tensor) -> Any:
-        return PACK[self.kind](torch.tanh(super().forward(x)))
+        return KINDS[self.kind][0](torch.tanh(super().forward(x)))
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", list(PACK))
+@pytest.mark.parametrize("kind", KINDS)
 def test_outputs_may_be_nested_in(world: World, kind: str) -> None:
     pair = twins(world, lambda: seeded(lambda: Packing(kind)), reshard_after_forward=True)
-    for _ in range(3):
+    for _ in range(2):
         pair.step()
-
-
-@ranks(2)
-@pytest.mark.parametrize("kind", list(PACK))
-def test_the_type_and_contents_of_outputs_stay(world: World, kind: str) -> None:
     block = PackingBlock(6, 5, kind)
-    policy = fullshard.MixedPrecisionPolicy(output_dtype=torch.float64)
     expected = block(inputs())
-    fullshard.fully_shard(block, mp_policy=policy)
+    fullshard.fully_shard(block, mp_policy=fullshard.MixedPrecisionPolicy(output_dtype=torch.float64))
     found = block(inputs())
     assert type(found) is type(expected)
-    assert UNPACK[kind](found).dtype is torch.float64, "every tensor is found and cast"
+    assert KINDS[kind][1](found).dtype is torch.float64, "every tensor is found and cast"
 
 
 class Hiding(nn.Linear):
@@ -176,10 +160,17 @@ def test_a_hidden_output_is_no_error_where_parameters_are_there(world: World) ->
     assert_close(kept(weight.grad), reference.weight.grad, "gradient")
 
 
-class ReturnsView(nn.Module):
-    def __init__(self) -> None:
+class ReturnsView(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, 1:7]
+
+
+class InPlace(nn.Module):
+    """Changes the outputs of its blocks in place, which may be views."""
+
+    def __init__(self, kind: type[nn.Linear], rows: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([ViewBlock(), ViewBlock()])
+        self.blocks = nn.ModuleList([kind(6, rows), kind(6, rows)])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -189,87 +180,41 @@ class ReturnsView(nn.Module):
         return x
 
 
-class ViewBlock(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(6, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)[:, 1:7]
-
-
 @ranks(2)
 @pytest.mark.parametrize("reshard", [True, False])
-def test_an_operation_in_place_on_an_output_that_is_a_view(world: World, reshard: bool) -> None:
-    pair = twins(world, lambda: seeded(ReturnsView), reshard_after_forward=reshard)
+@pytest.mark.parametrize(("kind", "rows"), [(ReturnsView, 8), (nn.Linear, 6)], ids=["view", "all"])
+def test_an_operation_in_place_on_an_output_that_is_a_view(
+    world: World, reshard: bool, kind: type[nn.Linear], rows: int
+) -> None:
+    pair = twins(world, lambda: seeded(lambda: InPlace(kind, rows)), reshard_after_forward=reshard)
     for _ in range(3):
         pair.step()
 
 
-class InPlace(nn.Module):
+class Takes(nn.Linear):
+    """Takes tensors in containers and keyword arguments, and returns several."""
+
+    def forward(self, a: dict[str, Tensor], *, b: list[Tensor]) -> tuple[Tensor, Tensor]:
+        y = super().forward(a["x"] + b[0])
+        return torch.tanh(y), y.exp()
+
+
+class Passes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), Takes(6, 5)])
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x).mul_(2).add_(1)
-        return x
-
-
-@ranks(2)
-@BOTH
-def test_an_operation_in_place_on_an_output(world: World, fsdp: Library) -> None:
-    model, reference = seeded(InPlace), seeded(InPlace)
-    for module in (*model.blocks, model):
-        fsdp.fully_shard(module)
-    parameters = list(model.parameters())
-    model(inputs()).sum().backward()
-    reference(inputs()).sum().backward()
-    for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-        assert_close(kept(parameter.grad), expected.grad, "gradient")
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.blocks[0](x)
+        return self.blocks[1]({"x": y}, b=[y.exp()])
 
 
 @ranks(2)
-@BOTH
 @pytest.mark.parametrize("used", [0, 1])
-def test_only_one_of_several_outputs_is_used(world: World, fsdp: Library, used: int) -> None:
-    class Two(nn.Linear):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            y = super().forward(x)
-            return torch.tanh(y), y.exp()
-
-    model, reference = seeded(lambda: Two(6, 5)), seeded(lambda: Two(6, 5))
-    fsdp.fully_shard(model, reshard_after_forward=True)
+def test_only_one_of_several_outputs_is_used(world: World, used: int) -> None:
+    pair = twins(world, lambda: seeded(Passes), reshard_after_forward=True)
     for _ in range(2):
-        model(inputs())[used].sum().backward()
-        reference(inputs())[used].sum().backward()
-    assert_close(kept(model.weight.grad), reference.weight.grad, "gradient")
-
-
-@ranks(2)
-@BOTH
-def test_inputs_in_keyword_arguments_and_containers(world: World, fsdp: Library) -> None:
-    class Takes(nn.Linear):
-        def forward(self, a: dict[str, Tensor], *, b: list[Tensor]) -> Tensor:
-            return super().forward(a["x"] + b[0])
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(6, 6), Takes(6, 5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x)
-            return self.second({"x": y}, b=[y.exp()])
-
-    model, reference = seeded(Outer), seeded(Outer)
-    for module in (model.first, model.second, model):
-        fsdp.fully_shard(module, reshard_after_forward=True)
-    for _ in range(2):
-        model(inputs()).sum().backward()
-        reference(inputs()).sum().backward()
-    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        assert_close(kept(parameter.grad), expected.grad, "gradient")
+        pair.step(lr=1e-3, loss=lambda model, x: model(x)[used].sum())
 
 
 class Fails(nn.Linear):

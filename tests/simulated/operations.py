@@ -14,23 +14,12 @@ from fullshard.torch_private import alias_storage
 
 #: Operations that look at no element of the tensors that they are given.
 _LOOK_AT_NOTHING = {
-    "aten::set_",
-    "aten::resize_",
-    "aten::empty_like",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-    "aten::zeros_like",
-    "aten::ones_like",
-    "aten::full_like",
-    "aten::new_zeros",
-    "aten::new_ones",
-    "aten::new_full",
-    "aten::rand_like",
-    "aten::randn_like",
-    "aten::record_stream",
-    "aten::lift_fresh",
-    "aten::is_same_size",
-    "aten::sym_size",
+    f"aten::{name}"
+    for name in (
+        *("set_", "resize_", "empty_like", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+        *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("record_stream", "lift_fresh", "is_same_size", "sym_size"),
+    )
 }
 #: Collectives, whose schemas say nothing: how many of the first arguments they write. Of others, all.
 _COLLECTIVES = {
