@@ -114,9 +114,15 @@ def _change_lightning(connector: Any) -> None:
 
 def _change_torchtitan(utils: Any) -> None:
     """The device is the CPU where there is no accelerator."""
-    if default_device_type() == "cpu":
-        _change(utils, "device_type", "cpu")
-        _change(utils, "device_module", torch.cpu)
+    theirs = {"device_type": utils.device_type, "device_module": utils.device_module}
+    ours = {"device_type": "cpu", "device_module": torch.cpu}
+    if default_device_type() != "cpu":
+        return
+    for module in [utils, *sys.modules.values()]:  # some hold these names already
+        if getattr(module, "__name__", "").startswith("torchtitan."):
+            for name in theirs.keys() & vars(module).keys():
+                if vars(module)[name] is theirs[name]:
+                    _change(module, name, ours[name])
 
 
 _CHANGES: dict[str, Callable[[Any], None]] = {
