@@ -16,6 +16,7 @@ from tests.frameworks.run import ROOT, SOURCE
 RECIPES = sorted((ROOT / "examples" / "testing").glob("test_*.py"))
 PAGE = ROOT / "docs" / "how-to" / "test-frameworks.md"
 NEEDS = {
+    "accelerate": ["accelerate"],
     "lightning": ["lightning"],
     "torchtitan": ["torchtitan", "triton"],
     "trainer": ["accelerate", "transformers"],
@@ -24,6 +25,7 @@ NEEDS = {
 MISTAKES = {
     "rate": (r"\b(lr|learning_rate)=1e-(\d)", r"\1=1e-\2 * (1 + int(__import__('os').environ['RANK']))"),
     "checkpoint": (r"\b(ckpt_path|resume_from_checkpoint)=\w+", r"\1=None"),
+    "state": (r"accelerator\.load_state\(\w+\)", "pass"),
 }
 
 

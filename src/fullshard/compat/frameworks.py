@@ -40,6 +40,13 @@ def remove() -> None:
             setattr(*_changed.pop())
 
 
+def forget() -> None:
+    """Let frameworks forget the program that ran in this process: the next one may have different ranks."""
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
 class _Finder:
     """Finds modules as others do, and changes those of frameworks once they were executed."""
 
@@ -78,8 +85,8 @@ def _change_accelerate(state: Any) -> None:
 
     @functools.wraps(make)
     def make_on_cpu(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        asks = fsdp_plugin is not None and "LOCAL_RANK" in os.environ and default_device_type() == "cpu"
-        if asks:
+        asks = fsdp_plugin is not None and default_device_type() == "cpu"
+        if asks and "LOCAL_RANK" in os.environ:
             kwargs["cpu"] = True
             if partial._shared_state.get("distributed_type") == kinds.NO:  # made without: it knows no other rank
                 partial._reset_state()

@@ -75,8 +75,10 @@ class RanksPlugin:
         return (yield)
 
     def pytest_sessionfinish(self) -> None:
-        """End the ranks."""
+        """End the ranks; say what ``fullshard.patch()`` says at the end of a program, which is not seen on ranks."""
         self.pool.close()
+        if self.pool.notice:
+            self._config.issue_config_time_warning(pytest.PytestWarning(self.pool.notice), stacklevel=2)
 
     def _run(self, item: pytest.Item) -> None:
         """Run a test on its ranks; raise what pytest makes a failure, a skip or an expected failure of."""
