@@ -21,8 +21,6 @@ def train(folder, seed=0, resume=None, **options):
         max_steps=4,
         save_steps=2,
         logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
         **options,
     )
     set_seed(seed)

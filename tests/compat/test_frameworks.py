@@ -85,7 +85,6 @@ def patched() -> Iterator[RankPool]:
 def shard_with_accelerate(world: World, version: int, cpu: bool) -> None:
     fullshard.patch()
     accelerate = importlib.import_module("accelerate")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     if not cpu:
         assert accelerate.PartialState().num_processes == 1  # a program may ask before
     plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=version)
@@ -101,9 +100,8 @@ def shard_with_accelerate(world: World, version: int, cpu: bool) -> None:
 def do_not_ask_accelerate(world: World) -> None:
     fullshard.patch()
     accelerate = importlib.import_module("accelerate")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     assert accelerate.Accelerator(cpu=True).distributed_type == accelerate.DistributedType.MULTI_CPU
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    frameworks.forget()
     assert accelerate.Accelerator().distributed_type == accelerate.DistributedType.NO
 
 

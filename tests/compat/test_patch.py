@@ -120,9 +120,19 @@ torch.optim.SGD(model.parameters()).step()
 """
 
 
-@pytest.mark.parametrize("rank", ["0", pytest.param("1", marks=pytest.mark.slow)])
-def test_a_program_that_sharded_nothing_is_told_at_its_end(rank: str) -> None:
-    done = run("-c", TRAINED, RANK=rank)
+FORKED = f"""
+import multiprocessing, torch, fullshard
+process = multiprocessing.get_context("fork").Process(target=exec, args=({TRAINED!r},))
+process.start()
+process.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "program"), [("0", TRAINED), pytest.param("1", TRAINED, marks=pytest.mark.slow), ("0", FORKED)]
+)
+def test_a_program_that_sharded_nothing_is_told_at_its_end(rank: str, program: str) -> None:
+    done = run("-c", program, RANK=rank)
     assert ("fullshard: nothing was sharded: this program trained with SGD" in done.stderr) is (rank == "0")
 
 

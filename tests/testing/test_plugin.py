@@ -238,6 +238,21 @@ def test_failures_tell_what_each_rank_did(project: Path) -> None:
     assert "breakpoint() has no terminal on a rank: run pytest with --ranks-pdb-rank=RANK" in printed
 
 
+def test_a_session_that_sharded_nothing_after_patch_is_told(tmp_path: Path) -> None:
+    program = """
+import fullshard, pytest, torch
+fullshard.patch()
+
+@pytest.mark.ranks(2)
+def test_it():
+    torch.optim.SGD(torch.nn.Linear(2, 2).parameters()).step()
+"""
+    (tmp_path / "test_it.py").write_text(program)
+    printed = run(tmp_path)
+    assert "PytestWarning: nothing was sharded: this program trained with SGD" in printed, printed
+    assert "1 passed, 1 warning" in printed, printed
+
+
 def test_a_rank_is_debugged(project: Path) -> None:
     printed = run(project, "test_fails.py", "--ranks-pdb", "-k", "cause", typed="p 'on rank', world.rank\nq\n")
     assert "rank 1 of 3 has the terminal" in printed, printed

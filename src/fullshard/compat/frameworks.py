@@ -40,6 +40,13 @@ def remove() -> None:
             setattr(*_changed.pop())
 
 
+def forget() -> None:
+    """Let frameworks forget the program that ran in this process: the next one may have different ranks."""
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
 class _Finder:
     """Finds modules as others do, and changes those of frameworks once they were executed."""
 
@@ -78,8 +85,8 @@ def _change_accelerate(state: Any) -> None:
 
     @functools.wraps(make)
     def make_on_cpu(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        asks = fsdp_plugin is not None and "LOCAL_RANK" in os.environ and default_device_type() == "cpu"
-        if asks:
+        asks = fsdp_plugin is not None and default_device_type() == "cpu"
+        if asks and "LOCAL_RANK" in os.environ:
             kwargs["cpu"] = True
             if partial._shared_state.get("distributed_type") == kinds.NO:  # made without: it knows no other rank
                 partial._reset_state()
@@ -114,9 +121,15 @@ def _change_lightning(connector: Any) -> None:
 
 def _change_torchtitan(utils: Any) -> None:
     """The device is the CPU where there is no accelerator."""
-    if default_device_type() == "cpu":
-        _change(utils, "device_type", "cpu")
-        _change(utils, "device_module", torch.cpu)
+    theirs = {"device_type": utils.device_type, "device_module": utils.device_module}
+    ours = {"device_type": "cpu", "device_module": torch.cpu}
+    if default_device_type() != "cpu":
+        return
+    for module in [utils, *sys.modules.values()]:  # some hold these names already
+        if getattr(module, "__name__", "").startswith("torchtitan."):
+            for name in theirs.keys() & vars(module).keys():
+                if vars(module)[name] is theirs[name]:
+                    _change(module, name, ours[name])
 
 
 _CHANGES: dict[str, Callable[[Any], None]] = {

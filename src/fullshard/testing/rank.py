@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fullshard.compat import frameworks, patch
 from fullshard.torch_private import collectives_seen, forget_meshes, process_groups
 
 Kind = Literal["returned", "raised", "skipped", "xfailed", "died", "hung"]
@@ -328,17 +329,20 @@ class CleanUp:
     ``collectives`` counts those that the process group has seen, if it is the only one: it may serve again where all
     ranks have seen as many. (After an error some may have gone further than others.) ``is_worn`` ranks should end:
     functions have left groups whose threads wake a hundred times a second. ``left`` names the groups left behind.
+    ``notice`` is what ``fullshard.patch()`` has to tell of the process so far, in which nothing was sharded.
     """
 
     collectives: int | None
     is_worn: bool
     left: tuple[str, ...]
+    notice: str = ""
 
 
 def _clean_up() -> CleanUp:
     """Undo what a function did to its process."""
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
+    frameworks.forget()
     count, left = None, _left_behind()
     if dist.is_initialized() and dist.group.WORLD is _state.default and len(process_groups()) == 1:
         count = collectives_seen(dist.group.WORLD)
@@ -347,7 +351,7 @@ def _clean_up() -> CleanUp:
     gc.collect()
     gc.freeze()  # what was imported on the way is not walked again either
     tasks = Path("/proc/self/task")
-    return CleanUp(count, tasks.exists() and len([*tasks.iterdir()]) > _MOST_THREADS, left)
+    return CleanUp(count, tasks.exists() and len([*tasks.iterdir()]) > _MOST_THREADS, left, patch.notice())
 
 
 def _left_behind() -> tuple[str, ...]:
