@@ -49,6 +49,8 @@ def assert_trains_like(
     data parallelism as arithmetic, without communication. The sharded one may be that of any library whose parameters
     ``torch.distributed.checkpoint`` makes whole: of this one, of torch's FSDP, DDP or tensor parallelism.
 
+    Ranks: all.
+
     Args:
         unsharded: A whole copy of the model, the same on every rank.
         sharded: The model as it is trained, with the same values.
@@ -108,6 +110,8 @@ def _assert_close(what: str, found: Tensor, expected: Tensor, tolerance: float) 
 
 def assert_same_on_all_ranks(value: Any, what: str = "value") -> None:
     """Assert that all ranks have the same, to the bit; all must call it.
+
+    Ranks: all.
 
     Args:
         value: A tensor, a module, an optimizer, or dicts, lists and tuples of them and of other objects, which are
@@ -180,6 +184,8 @@ def assert_checkpoint_round_trip(
 
     Call it in the test process, in a test without ranks: the fixture ``rank_pool`` is the pool. The three functions are
     called on ranks, so they must stand at the top level of a module.
+
+    Ranks: the test process.
 
     Args:
         pool: Where to run.

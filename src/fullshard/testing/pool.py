@@ -110,6 +110,8 @@ class RankPool:
         say nothing for so long as the conditions allow, or for a few seconds after another rank has failed, count as
         hung. Fields of :class:`Conditions` may be given as keywords of their own: ``timeout=10``.
 
+        Ranks: the process that owns the pool.
+
         Raises:
             TypeError: if the function or its arguments cannot be pickled.
             RuntimeError: if the ranks cannot start.
@@ -163,7 +165,10 @@ class RankPool:
         return [replace(one, left=each.left) for one, each in zip(outcomes, found, strict=True)]
 
     def close(self) -> None:
-        """Ask the ranks to end, as a process ends, so that what runs at exit (coverage, for one) runs."""
+        """Ask the ranks to end, as a process ends, so that what runs at exit (coverage, for one) runs.
+
+        Ranks: the process that owns the pool.
+        """
         for link in self._connections:
             with contextlib.suppress(OSError):
                 link.send(None)
@@ -173,7 +178,10 @@ class RankPool:
         self.kill()
 
     def kill(self) -> None:
-        """End the ranks without asking."""
+        """End the ranks without asking.
+
+        Ranks: the process that owns the pool.
+        """
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -290,7 +298,14 @@ def _without_runner(stack: str) -> str:
 
 def failure_report(outcomes: Sequence[Outcome], ends: Mapping[int, Kind] | None = None) -> str:
     """One text about all ranks that did not end as expected: the likely cause first, equal errors once, lost
-    connections last."""
+    connections last.
+
+    Ranks: the process that owns the pool.
+
+    Args:
+        outcomes: What :meth:`RankPool.run` returned.
+        ends: Ranks that were expected to have ``"died"`` or ``"hung"``.
+    """
     failed = failures(outcomes, ends)
     groups: dict[str, list[Outcome]] = {}
     for outcome in failed:

@@ -45,23 +45,42 @@ Kind = Literal["returned", "raised", "skipped", "xfailed", "died", "hung"]
 
 @dataclass(frozen=True)
 class World:
-    """The world as the body of a test sees it: this rank, how many there are, and this rank's device."""
+    """The world as the body of a test sees it.
+
+    Attributes:
+        rank: This rank's number.
+        size: How many ranks there are.
+        device: This rank's device.
+    """
 
     rank: int
     size: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-        """A mesh over all ranks on their devices, of one dimension unless ``shape`` says otherwise."""
+        """A mesh over all ranks on their devices, of one dimension unless ``shape`` says otherwise.
+
+        Args:
+            *shape: The sizes of its dimensions.
+            names: The names of its dimensions.
+
+        Ranks: all.
+        """
         return init_device_mesh(self.device.type, shape or (self.size,), mesh_dim_names=names)
 
     def die(self) -> NoReturn:
-        """End this rank's process at once, as the system ends one that takes too much memory."""
-        os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
-        raise AssertionError("a process that was killed goes on")
+        """End this rank's process at once, as the system ends one that takes too much memory.
+
+        Ranks: each alone.
+        """
+        while True:
+            os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
 
     def hang(self) -> NoReturn:
-        """Wait for ever."""
+        """Wait for ever.
+
+        Ranks: each alone.
+        """
         while True:
             threading.Event().wait(3600)
 
@@ -70,8 +89,15 @@ class World:
 class Outcome:
     """How a function ended on one rank.
 
-    ``summary`` is one line, ``report`` the traceback or the stacks, ``printed`` what the rank printed, by title; ``at``
-    is a time that can be compared between ranks. ``left`` names the process groups that it left behind.
+    Attributes:
+        rank: The rank.
+        kind: ``"returned"``, ``"raised"``, ``"skipped"``, ``"xfailed"``, ``"died"`` or ``"hung"``.
+        value: What the function returned.
+        summary: One line about an error.
+        report: The traceback, or the stacks of a rank that hung.
+        printed: What the rank printed, by title.
+        left: The process groups that the function left behind, in words.
+        at: When it ended, in seconds of a clock that the ranks share.
     """
 
     rank: int

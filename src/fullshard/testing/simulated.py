@@ -18,6 +18,8 @@ def simulated_world(size: int, rank: int = 0) -> Iterator[World]:
     Collectives return at once and move nothing. Shapes, placements, memory and the order of calls are right; the values
     that a collective returns are whatever was there before.
 
+    Ranks: this process alone.
+
     Raises:
         RuntimeError: if this process has a default process group.
     """
