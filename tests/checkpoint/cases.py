@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fullshard import checkpoint
 from fullshard.wrapper import settings
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
 from fullshard.wrapper.optim_methods import OptimStateMethods
@@ -57,6 +59,13 @@ def wrapped(
         for index, block in enumerate(model.blocks):
             model.blocks[index] = library.wrap(block, **how)
         return library.wrap(model, **how)
+
+
+def save_at(*given: Any, **options: Any) -> Path:
+    """Save a checkpoint. Returns its directory."""
+    path = checkpoint.save(*given, **options)
+    assert isinstance(path, Path)
+    return path
 
 
 def optimizer_of(model: nn.Module, name: str) -> Optimizer:

@@ -25,21 +25,14 @@ from fullshard.checkpoint.blocks import BlockWriter
 from fullshard.checkpoint.local import LocalPartial
 from fullshard.checkpoint.ranks import PeerFailure
 from tests.checkpoint import stores
-from tests.checkpoint.cases import assert_same, optimizer_of, train, wrapped
+from tests.checkpoint.cases import assert_same, optimizer_of, train
+from tests.checkpoint.test_save import apis, sharded
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
 
 
-def sharded(api: str) -> Any:
-    if api != "fully_shard":
-        return wrapped(use_orig_params=api == "fragments")
-    model = seeded(MLP)
-    fullshard.fully_shard(model)
-    return model
-
-
 @ranks(2)
-@pytest.mark.parametrize("api", ["fully_shard", "flat", "fragments"])
+@apis
 def test_training_goes_on_while_what_was_is_written(world: World, tmp_path: Path, api: str) -> None:
     model = sharded(api)
     optimizer = optimizer_of(model, "AdamW")
@@ -107,10 +100,10 @@ import atexit, time
 atexit.register(print, "the last one")
 import torch
 from fullshard import checkpoint
-from fullshard.checkpoint.blocks import BlockWriter
+from fullshard.checkpoint.local import LocalPartial
 from tests.checkpoint import stores
-def fail(self): raise OSError(28, "no space")
-BlockWriter.close = fail
+def fail(self, name): raise OSError(28, "no space")
+LocalPartial.open = fail
 stores.HOOKS.append(lambda kind, path: time.sleep(0.02))
 url, model = "faulty://{tmp_path}/run", torch.nn.Linear(9, 9)
 for step in (1, 2):

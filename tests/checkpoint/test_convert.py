@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint
 from fullshard.checkpoint.convert import WrongUse, export, files_of
+from tests.checkpoint.cases import save_at
 
 
 @pytest.mark.parametrize("name", ["one.safetensors", "one.pt"])
@@ -22,8 +22,7 @@ def test_an_export_casts_no_values_of_8_bits_and_no_integers(tmp_path: Path, nam
     wanted = {"quantized": torch.float8_e4m3fn, "low": torch.float16, "count": torch.int64, "plain": torch.float32}
     for key, own in wanted.items():
         model.register_buffer(key, values.to(own))
-    path = checkpoint.save(tmp_path / "saves", model, step=1)
-    assert path is not None
+    path = save_at(tmp_path / "saves", model, step=1)
     out = tmp_path / name
     export(Checkpoint(path), out, dtype=dtype)
     read = load_file(out) if name == "one.safetensors" else torch.load(out, weights_only=True)

@@ -19,9 +19,9 @@ from tests.harness import RankPool, World
 from tests.harness.models import seeded
 
 MIB = 1 << 20
-LAYERS, WIDTH = 12, 1024
+LAYERS, WIDTH = 8, 1024
 LARGEST = 4 * WIDTH * WIDTH
-#: Pages of code and objects of Python beside the tensors, on 48 MiB of parameters.
+#: Pages of code and objects of Python beside the tensors, on 32 MiB of parameters.
 SLACK = 4 * MIB
 
 

@@ -33,6 +33,7 @@ import fullshard
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint, CheckpointError, CorruptCheckpointError
 from fullshard.checkpoint.blocks import checksum
+from tests.checkpoint.cases import save_at
 from tests.harness import RankPool, World, failure_report, ranks
 from tests.harness.models import MLP, seeded
 
@@ -152,6 +153,7 @@ def save_beside(world: World, folder: Path, number: int) -> list[str]:
     return [path.name for path in paths if path]
 
 
+@pytest.mark.slow
 def test_two_jobs_in_one_directory_both_save(tmp_path: Path) -> None:
     with RankPool(2) as one, RankPool(2) as other:
         results: dict[int, Any] = {}
@@ -226,8 +228,7 @@ def test_what_is_broken_is_named_and_the_one_before_is_loaded(world: World, tmp_
 
 def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
     model = seeded(Filled)
-    path = checkpoint.save(tmp_path, model, step=1, state={"note": [1, 2]})
-    assert path is not None
+    path = save_at(tmp_path, model, step=1, state={"note": [1, 2]})
     draw, files = random.Random(0), sorted(path.iterdir())
     for _ in range(200):
         file = draw.choice(files)
@@ -412,8 +413,7 @@ LIES: dict[str, Callable[[Any], Any]] = {
 
 
 def test_a_manifest_that_lies_is_refused(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, seeded(Alike), step=1, state={"n": 3})
-    assert path is not None
+    path = save_at(tmp_path, seeded(Alike), step=1, state={"n": 3})
     right = (path / "manifest.json").read_bytes()
     for reason, lie in LIES.items():
         rewritten(path, lie)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from fullshard.checkpoint.manifest import Location
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.group.parameter import local_tensor
 from fullshard.schedule.unit import units_in
-from tests.harness import RankPool, World, failure_report, ranks
+from tests.checkpoint.test_save import run
+from tests.harness import RankPool, World, ranks
 from tests.harness.compare import whole
 from tests.harness.models import MLP, seeded
 
@@ -125,60 +125,38 @@ def loaded(world: World, folder: Path) -> dict[str, torch.Tensor]:
     return gradients(model, None)
 
 
-def run(pool: RankPool, function: Callable[..., Any], size: int, *args: Any) -> Any:
-    outcomes = pool.run(function, size, *args)
-    assert all(outcome.kind == "returned" for outcome in outcomes), failure_report(outcomes)
-    return outcomes[0].value
-
-
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_it_is_loaded_on_another_number_of_ranks_with_another_wire(
     rank_pool: RankPool, tmp_path: Path, size: int
 ) -> None:
-    expected = run(rank_pool, saved, 3, tmp_path)
-    found = run(rank_pool, loaded, size, tmp_path)
+    expected = run(rank_pool, saved, 3, tmp_path)[0]
+    found = run(rank_pool, loaded, size, tmp_path)[0]
     for name in LARGE:
         assert torch.equal(found[name], expected[name].float())
 
 
 @ranks(2)
-def test_a_load_replaces_what_was_lost_since(world: World, tmp_path: Path) -> None:
+def test_a_load_replaces_what_was_lost_since_follows_rename_and_gives_it_to_parameters_that_come_into_use_later(
+    world: World, tmp_path: Path
+) -> None:
     model = sharded()
     gradients(model, world.rank + 1)
     checkpoint.save(tmp_path, model, step=1)
     expected = lost(model)
     gradients(model, world.rank + 7)
+    renamed, again = torch.nn.Sequential(sharded()), sharded()
     checkpoint.load(tmp_path, model)
-    first = gradients(model, None)
-    assert all(torch.equal(first[name], expected[name].float()) for name in LARGE)
-
-
-@ranks(2)
-def test_parameters_that_come_into_use_later_get_it_then(world: World, tmp_path: Path) -> None:
-    model = sharded()
-    gradients(model, world.rank + 1)
-    checkpoint.save(tmp_path, model, step=1)
-    expected = lost(model)
-    again = sharded()
+    checkpoint.load(tmp_path, renamed, rename={"": "0."})
     checkpoint.load(tmp_path, again)
+    for each, prefix in ((model, ""), (renamed, "0.")):
+        first = gradients(each, None)
+        assert all(torch.equal(first[f"{prefix}{name}"], expected[name].float()) for name in LARGE), prefix
     name, weight = LARGE[1], again.blocks[1][0].weight
     weight.requires_grad_(False)
     again.zero_grad()
     (again(torch.zeros(2, WIDTHS[0])).sum() * 0).backward()
     weight.requires_grad_(True)
     assert torch.equal(gradients(again, None)[name], expected[name].float())
-
-
-@ranks(2)
-def test_names_follow_rename(world: World, tmp_path: Path) -> None:
-    model = sharded()
-    gradients(model, world.rank + 1)
-    checkpoint.save(tmp_path, model, step=1)
-    expected = lost(model)
-    again = torch.nn.Sequential(sharded())
-    checkpoint.load(tmp_path, again, rename={"": "0."})
-    first = gradients(again, None)
-    assert all(torch.equal(first[f"0.{name}"], expected[name].float()) for name in LARGE)
 
 
 @ranks(2)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint
 from fullshard.checkpoint.convert import export
+from tests.checkpoint.cases import save_at
 from tests.checkpoint.test_faults import filled
 from tests.harness import World, ranks
 
@@ -83,8 +84,7 @@ def test_a_replica_is_forced_like_any_other(world: World, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["one.safetensors", "one.pt", "folder"])
 def test_exported_files_are_forced_to_the_disk_before_they_have_their_names(tmp_path: Path, name: str) -> None:
-    path = checkpoint.save(tmp_path / "saves", torch.nn.Linear(64, 64), step=1)
-    assert path is not None
+    path = save_at(tmp_path / "saves", torch.nn.Linear(64, 64), step=1)
     out = tmp_path / name
     with noted() as events:
         files = export(Checkpoint(path), out, max_shard=16_500 if name == "folder" else None)

@@ -32,6 +32,7 @@ from fullshard.checkpoint import (
 from fullshard.checkpoint.blocks import checksum
 from fullshard.checkpoint.manifest import name_of, number_of
 from fullshard.checkpoint.removal import reasons_to_stay
+from tests.checkpoint.cases import save_at
 from tests.checkpoint.stores import HOOKS
 from tests.harness import World, ranks
 
@@ -224,8 +225,7 @@ def test_a_policy_that_fails_removes_nothing_and_the_save_is_whole(tmp_path: Pat
 def test_the_manifest_has_the_time_and_the_metrics(tmp_path: Path) -> None:
     before = datetime.now(UTC)
     metrics = {"loss": torch.tensor(0.5), "score": 2, "nan": math.nan, "inf": -math.inf}
-    path = checkpoint.save(tmp_path, nn.Linear(2, 2), step=1, metrics=metrics)
-    assert path is not None
+    path = save_at(tmp_path, nn.Linear(2, 2), step=1, metrics=metrics)
     with Checkpoint(path) as saved:
         manifest = saved.manifest
     assert manifest.time is not None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,16 @@ from tests.harness import World, ranks
 class Lines(logging.Handler):
     """The lines about progress, while it is entered."""
 
-    def __init__(self, period: float = 0.2) -> None:
+    def __init__(self, period: float = 0.1, told: Callable[[str], object] = len) -> None:
         super().__init__(logging.INFO)
+        self.told = told
         self.lines, self.patch, self.log = list[str](), pytest.MonkeyPatch(), logging.getLogger("fullshard")
         self.patch.setattr(progress, "PERIOD", period)
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        self.lines += [text] if " written after " in text else []
+        if " written after " in (text := record.getMessage()):
+            self.lines.append(text)
+            self.told(text)
 
     def __enter__(self) -> list[str]:
         self.before = self.log.level
@@ -88,41 +91,42 @@ def test_the_first_rank_logs_what_all_have_written_and_the_last(world: World) ->
 @ranks(2)
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_save_of_ranks_names_the_one_whose_disk_is_slow(world: World, tmp_path: Path, wait: bool) -> None:
-    before = blocks.BlockWriter.write_tensors
-    with Lines() as lines, pytest.MonkeyPatch.context() as patch:
+    named, before = tmp_path / "named", blocks.BlockWriter.write_tensors
+    says = r"step 3: 39.1 KiB of 39.5 KiB written after .*s; rank 1 is last with 0 B of 400 B"
+    told = lambda line: named.touch() if re.fullmatch(says, line) else None  # noqa: E731
+    with Lines(told=told) as lines, pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(blocks.BlockWriter, "write_tensors", lambda *args: (time.sleep(1.5), before(*args))[1])
-        checkpoint.save(tmp_path, nn.Linear(100, 100), step=3, wait=wait)
+            patch.setattr(blocks.BlockWriter, "write_tensors", lambda *args: (until(named.exists), before(*args))[1])
+        checkpoint.save(tmp_path / "saves", nn.Linear(100, 100), step=3, wait=wait)
         checkpoint.wait_until_finished()
     assert (lines == []) is (world.rank == 1)
-    if lines:
-        assert lines[-1].startswith("step 3: 39.1 KiB of 39.5 KiB written after ")
-        assert lines[-1].endswith("s; rank 1 is last with 0 B of 400 B")
 
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_slow_store_shows_what_it_has_and_not_what_waits_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
 ) -> None:
-    go_on, puts = threading.Event(), list[str]()
+    puts, shown = list[str](), list[str]()
 
     def put(kind: str, path: str) -> None:
         if kind == "put" and "distcp" in path:
             puts.append(path)
-            assert len(puts) < 2 or go_on.wait(60)
+            if path != puts[0]:  # one object of three is written
+                one = lambda: [line for line in lines if float(line.split()[2]) >= 39]  # noqa: E731
+                until(one)
+                shown.append(one()[0])
 
     monkeypatch.setattr(stores, "HOOKS", [put])
     monkeypatch.setattr("fullshard.checkpoint.remote.ObjectPartial.largest", 43000.0)
     model = nn.Linear(1000, 30, bias=False)
     with Lines() as lines:
-        threading.Timer(1.5, go_on.set).start()
         checkpoint.save(f"faulty://{tmp_path}/run", model, step=7, wait=wait)
         checkpoint.wait_until_finished()
-    assert lines
-    for line in lines:
-        assert "KiB of 117.2 KiB written after " in line
-        assert 39 <= float(line.split()[2]) < 60  # one object of three
+    assert shown
+    for line in shown:
+        assert re.match(r"step 7: \S+ (K|Ki)?B of 117.2 KiB written after ", line)
         assert "rank" not in line
+        assert float(line.split()[2]) < 60
 
 
 def test_a_short_save_says_nothing_and_asks_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from fullshard import checkpoint
-from fullshard.checkpoint import Checkpoint, LatestN
+from fullshard.checkpoint import LatestN
 from fullshard.checkpoint.manifest import name_of
 from fullshard.checkpoint.removal import remove_older
 
@@ -33,15 +33,6 @@ def test_the_newest_are_kept_and_newer_ones_are_not_touched(tmp_path: Path) -> N
         remove_older(tmp_path, name_of(of), [LatestN(keep)])
         assert left(tmp_path) == steps
         assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
-def test_what_is_read_stays_until_it_is_closed(tmp_path: Path) -> None:
-    first, *_ = saved(tmp_path, 3)
-    with Checkpoint(first):
-        remove_older(tmp_path, name_of(3), [LatestN(1)])
-        assert left(tmp_path) == [1, 3]
-    remove_older(tmp_path, name_of(3), [LatestN(1)])
-    assert left(tmp_path) == [3]
 
 
 def test_what_is_not_whole_is_no_checkpoint_that_is_kept_and_stays_unless_it_is_a_replica(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ import fullshard
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint, CheckpointError
 from fullshard.report.text import bytes_text
-from tests.checkpoint.cases import assert_same, optimizer_of, quiet, train, wrapped
+from tests.checkpoint.cases import assert_same, optimizer_of, quiet, save_at, train, wrapped
 from tests.checkpoint.state_dicts import Net
 from tests.harness import RankPool, World, failure_report, ranks
 from tests.harness.models import MLP, MixedDtypes, OddParameters, Transformer, seeded, split_over
@@ -86,7 +86,9 @@ def run(pool: RankPool, function: Callable[..., Any], size: int, *args: Any) -> 
 @pytest.mark.parametrize("after", [4, 3, 2, 1])
 @pytest.mark.parametrize("reads", APIS)
 @pytest.mark.parametrize("writes", APIS)
-@pytest.mark.parametrize("optimizer", ["SGD", "momentum", "Adam"])
+@pytest.mark.parametrize(
+    "optimizer", ["Adam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SGD", "momentum"))]
+)
 def test_what_four_ranks_wrote_others_read_and_train_on_the_same(
     rank_pool: RankPool, tmp_path: Path, writes: str, reads: str, optimizer: str, after: int
 ) -> None:
@@ -155,8 +157,7 @@ def test_replicas_write_each_byte_once(world: World, tmp_path: Path, offload: bo
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     options = {"offload_policy": fullshard.CPUOffloadPolicy(pin_memory=False)} if offload else {}
     model = sharded("fully_shard", partial(MLP, (60, 70, 50, 30)), mesh=mesh, **options)
-    path = checkpoint.save(tmp_path, model)
-    assert path is not None
+    path = save_at(tmp_path, model)
     saved = Checkpoint(path)
     numel = sum(param.numel() for param in model.parameters())
     stored = sum(entry.nbytes for entry in saved.tensors.values())
@@ -169,51 +170,38 @@ def test_replicas_write_each_byte_once(world: World, tmp_path: Path, offload: bo
 
 @ranks(4)
 @apis
-@pytest.mark.parametrize("data", [2, 4])
-def test_what_tensor_parallel_did_not_cut_is_written_once(world: World, tmp_path: Path, api: str, data: int) -> None:
-    mesh = init_device_mesh("cpu", (data, 4 // data), mesh_dim_names=("data", "tensor"))
-    model = seeded(Transformer)
-    split_over(mesh["tensor"], model)
-    numel = sum(param.numel() for param in model.parameters())
-    if api == "fully_shard":
-        fullshard.fully_shard(model, mesh=mesh["data"])
-    else:
-        how = {"device_mesh": mesh["data"], "use_orig_params": api == "fragments", "device_id": torch.device("cpu")}
-        model = fullshard.FullyShardedDataParallel(model, **how)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.arange(6).view(1, 6)).sum().backward()
-    optimizer.step()
-    written: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        writing: Any = import_module("fullshard.checkpoint.save")._Writing
-        before = writing._write_files
-        count = lambda self: (written.extend(each.nbytes for each in self.tensors), before(self))[1]  # noqa: E731
-        patch.setattr(writing, "_write_files", count)
-        path = checkpoint.save(tmp_path, model, optimizer)
-    total = torch.tensor(sum(written))
-    dist.all_reduce(total)
-    assert path is not None
-    with Checkpoint(path) as saved:
-        steps = sum(entry.nbytes for name, entry in saved.tensors.items() if name.endswith(".step"))
-        assert total.item() == 3 * 4 * numel + steps
-        assert list(saved.verify()) == []
-
-
-@ranks(4)
-@apis
-def test_beside_tensor_parallel(world: World, tmp_path: Path, api: str) -> None:
+@pytest.mark.parametrize("data", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_beside_tensor_parallel_what_it_did_not_cut_is_written_once(
+    world: World, tmp_path: Path, api: str, data: int
+) -> None:
     def split(seed: int) -> Any:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        mesh = init_device_mesh("cpu", (data, 4 // data), mesh_dim_names=("data", "tensor"))
         model = seeded(Transformer, seed)
         split_over(mesh["tensor"], model)
+        numels.append(sum(param.numel() for param in model.parameters()))
         if api == "fully_shard":
             fullshard.fully_shard(model, mesh=mesh["data"])
             return model
         how = {"device_mesh": mesh["data"], "use_orig_params": api == "fragments", "device_id": torch.device("cpu")}
         return fullshard.FullyShardedDataParallel(model, **how)
 
+    numels, written = list[int](), list[int]()
     model, other = split(0), split(1)
-    checkpoint.save(tmp_path, model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(6).view(1, 6)).sum().backward()
+    optimizer.step()
+    with pytest.MonkeyPatch.context() as patch:
+        writing: Any = import_module("fullshard.checkpoint.save")._Writing
+        before = writing._write_files
+        count = lambda self: (written.extend(each.nbytes for each in self.tensors), before(self))[1]  # noqa: E731
+        patch.setattr(writing, "_write_files", count)
+        path = save_at(tmp_path, model, optimizer)
+    total = torch.tensor(sum(written))
+    dist.all_reduce(total)
+    with Checkpoint(path) as saved:
+        steps = sum(entry.nbytes for name, entry in saved.tensors.items() if name.endswith(".step"))
+        assert total.item() == 3 * 4 * numels[0] + steps
+        assert list(saved.verify()) == []
     checkpoint.load(tmp_path, other)
     ids = torch.randint(13, (2, 5), generator=torch.Generator().manual_seed(0))
     assert torch.equal(other(ids), model(ids))
@@ -223,25 +211,24 @@ def test_beside_tensor_parallel(world: World, tmp_path: Path, api: str) -> None:
 
 
 @ranks(2)
-@apis
-def test_nothing_is_gathered(world: World, tmp_path: Path, api: str) -> None:
-    model = sharded(api)
-    optimizer = optimizer_of(model, "AdamW")
-    train(model, optimizer, range(1))
-    moved: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (fullshard.full_params, fullshard.wrapper.optim_state, fullshard.wrapper.state_dict):
-            patch.setattr(module, "gather", lambda *args, **kwargs: moved.append(1), raising=False)
-        checkpoint.save(tmp_path, model, optimizer)
-        checkpoint.load(tmp_path, model, optimizer)
+def test_nothing_is_gathered(world: World, tmp_path: Path) -> None:
+    moved: list[str] = []
+    for api in APIS:
+        model = sharded(api)
+        optimizer = optimizer_of(model, "AdamW")
+        train(model, optimizer, range(1))
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (fullshard.full_params, fullshard.wrapper.optim_state, fullshard.wrapper.state_dict):
+                patch.setattr(module, "gather", lambda *args, api=api, **kwargs: moved.append(api), raising=False)
+            checkpoint.save(tmp_path / api, model, optimizer)
+            checkpoint.load(tmp_path / api, model, optimizer)
     assert moved == []
 
 
 @ranks(2)
 def test_ranks_that_did_not_change_read_each_byte_once(world: World, tmp_path: Path) -> None:
     model = sharded("fully_shard", partial(MLP, (300, 500, 400, 300)))
-    path = checkpoint.save(tmp_path, model)
-    assert path is not None
+    save_at(tmp_path, model)
     read: list[tuple[str, int]] = []
     with pytest.MonkeyPatch.context() as patch:
         before = checkpoint.blocks.BlockReader._read  # type: ignore[attr-defined]
@@ -282,8 +269,7 @@ def test_what_is_known_of_parameters_is_found_anew_once_they_are_replaced_or_mov
     assert before() is None
     model.moved = model.blocks
     del model.blocks
-    path = checkpoint.save(tmp_path, model, step=3)
-    assert path is not None
+    path = save_at(tmp_path, model, step=3)
     with Checkpoint(tmp_path / "step-00000002") as saved, Checkpoint(path) as renamed:
         assert len(renamed.tensors) == len(values)
         for name, value in values.items():
@@ -355,11 +341,10 @@ def test_state_of_another_number_of_ranks_goes_round_with_a_warning(rank_pool: R
 def test_sharded_tensors_in_other_state_are_saved_in_shards(world: World, tmp_path: Path) -> None:
     model, average = sharded("fully_shard"), sharded("fully_shard", lambda: seeded(MLP, 1))
     expected = {name: value.full_tensor() for name, value in average.state_dict().items()}
-    path = checkpoint.save(tmp_path, model, state={"average": average})
+    path = save_at(tmp_path, model, state={"average": average})
     other = sharded("fully_shard", lambda: seeded(MLP, 2))
     checkpoint.load(tmp_path, model, state={"average": other})
     assert_same(other.state_dict(), expected)
-    assert path is not None
     assert Checkpoint(path).tensors["sharded.average.scale"].shape == (3,)
 
 
@@ -381,8 +366,7 @@ def test_adapters_are_saved_alone(world: World, tmp_path: Path, api: str) -> Non
     model = sharded(api, Adapted)
     optimizer = torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
     train(model, optimizer, range(1))
-    path = checkpoint.save(tmp_path, model, optimizer, trainable_only=True)
-    assert path is not None
+    path = save_at(tmp_path, model, optimizer, trainable_only=True)
     saved = {name for name in Checkpoint(path).tensors if name.startswith("model.")}
     assert saved == {"model.adapter.weight", "model.adapter.bias"}
     expected = train(model, optimizer, range(1, 3))
@@ -439,19 +423,6 @@ def test_steps_are_counted_on_and_saved_again(world: World, tmp_path: Path) -> N
     found = checkpoint.latest(tmp_path)
     assert found is not None
     assert (found.manifest.step, found.manifest.world_size) == (8, 2)
-
-
-@ranks(2)
-def test_only_what_is_whole_and_older_is_removed(world: World, tmp_path: Path) -> None:
-    model = sharded("fully_shard")
-    for step in (1, 2, 3, 9):
-        checkpoint.save(tmp_path, model, step=step)
-    if world.rank == 0:
-        (tmp_path / "step-00000002" / "__0_0.distcp").unlink()
-    dist.barrier()
-    checkpoint.save(tmp_path, model, step=4, keep_last=2)
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["step-00000002", "step-00000003", "step-00000004", "step-00000009"]
 
 
 @ranks(2)
@@ -577,33 +548,17 @@ def test_the_names_above_a_new_directory_are_forced_to_the_disk(
     assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")} <= {*forced}
 
 
-def test_a_checkpoint_that_a_link_leads_to_is_not_removed(tmp_path: Path) -> None:
-    model = seeded(MLP)
-    for step in (1, 2):
-        checkpoint.save(tmp_path / "saves", model, step=step)
-    moved = (tmp_path / "saves" / "step-00000001").rename(tmp_path / "moved")
-    (tmp_path / "saves" / "step-00000001").symlink_to(moved)
-    for step in (3, 4):
-        checkpoint.save(tmp_path / "saves", model, step=step, keep_last=1)
-    left = sorted(path.name for path in (tmp_path / "saves").iterdir())
-    assert left == ["step-00000001", "step-00000004"]
-    assert checkpoint.load(tmp_path / "saves" / "step-00000001", model) == {"step": 1}
-
-
-def test_a_load_says_what_it_took(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_says_what_it_took_also_of_a_directory_that_was_renamed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = seeded(MLP)
     with caplog.at_level("INFO", "fullshard"):
         assert checkpoint.load(tmp_path, model) is None
-        path = checkpoint.save(tmp_path, model, step=3)
+        path = save_at(tmp_path, model, step=3)
         assert checkpoint.load(tmp_path, model) == {"step": 3}
     before, save, after = caplog.messages
     assert (before, after) == (f"nothing is loaded: {tmp_path} has no checkpoint", f"step 3 is loaded from {path}")
     assert save.startswith(f"step 3 is saved in {path}: ")
-
-
-def test_a_directory_that_was_renamed_is_loaded_with_a_warning(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, seeded(MLP), step=3)
-    assert path is not None
     path.rename(tmp_path / "step-00000009")
     with pytest.warns(UserWarning, match="step-00000009 holds step 3, which is loaded: the directory was renamed"):
         assert checkpoint.load(tmp_path, seeded(MLP)) == {"step": 3}
@@ -623,33 +578,31 @@ class Empty(nn.Module):
 
 
 @ranks(2, 3)
-@apis
-def test_what_has_no_elements_is_saved_too(world: World, tmp_path: Path, api: str) -> None:
-    model = sharded(api, Empty)
-    optimizer = optimizer_of(model, "AdamW")
-    train(model, optimizer, range(2))
-    path = checkpoint.save(tmp_path, model, optimizer)
-    other = sharded(api, Empty)
-    fresh = optimizer_of(other, "AdamW")
-    checkpoint.load(tmp_path, other, fresh)
-    assert train(other, fresh, range(2, 4)) == train(model, optimizer, range(2, 4))
-    assert path is not None
-    with Checkpoint(path) as saved:
-        shapes = [tuple(saved.tensor(f"model.{name}").shape) for name in ("rows", "columns", "empty")]
-    assert shapes == [(0, 5), (5, 0), (0,)]
+def test_what_has_no_elements_is_saved_too(world: World, tmp_path: Path) -> None:
+    for api in APIS:
+        model = sharded(api, Empty)
+        optimizer = optimizer_of(model, "AdamW")
+        train(model, optimizer, range(2))
+        path = save_at(tmp_path / api, model, optimizer)
+        other = sharded(api, Empty)
+        fresh = optimizer_of(other, "AdamW")
+        checkpoint.load(tmp_path / api, other, fresh)
+        assert train(other, fresh, range(2, 4)) == train(model, optimizer, range(2, 4)), api
+        with Checkpoint(path) as saved:
+            shapes = [tuple(saved.tensor(f"model.{name}").shape) for name in ("rows", "columns", "empty")]
+        assert shapes == [(0, 5), (5, 0), (0,)]
 
 
 def test_without_ranks(tmp_path: Path) -> None:
     model = seeded(MLP)
     optimizer = optimizer_of(model, "AdamW")
     train(model, optimizer, range(1))
-    path = checkpoint.save(tmp_path, model, optimizer, state={"at": 5})
+    path = save_at(tmp_path, model, optimizer, state={"at": 5})
     other = seeded(MLP, 3)
     fresh = optimizer_of(other, "AdamW")
     assert checkpoint.load(tmp_path, other, fresh) == {"step": 0, "at": 5}
     assert_same(other.state_dict(), model.state_dict())
     assert_same(fresh.state_dict(), optimizer.state_dict())
-    assert path is not None
     with Checkpoint(path) as saved:
         assert saved.tensor("model.scale").equal(model.scale)
         assert saved.value("optimizer.param_groups.0.lr") == 0.02

@@ -53,17 +53,17 @@ def moments(model: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
 
 @ranks(2)
 @apis
-@pytest.mark.parametrize("only", ["blocks.1.*", ("blocks.1.*", "gain", "shift")])
-def test_only_what_a_pattern_matches_is_loaded(world: World, tmp_path: Path, api: str, only: Any) -> None:
+def test_only_what_a_pattern_matches_is_loaded(world: World, tmp_path: Path, api: str) -> None:
     model = sharded(api, Net)
     train(model, optimizer_of(model, "SGD"), range(2))
     checkpoint.save(tmp_path, model, step=3)
     saved, other = values(model), sharded(api, partial(seeded, Net, 5))
     kept = values(other)
-    assert checkpoint.load(tmp_path, other, only=only) == {"step": 3}
-    chosen = {name for name in saved if name.startswith("blocks.1.")} | {name for name in only if name in saved}
-    assert len(chosen) == 9 if isinstance(only, tuple) else 7
-    assert_same(values(other), {name: (saved if name in chosen else kept)[name] for name in saved})
+    for only, count in (("blocks.1.*", 7), (("blocks.1.*", "gain", "shift"), 9)):
+        assert checkpoint.load(tmp_path, other, only=only) == {"step": 3}
+        chosen = {name for name in saved if name.startswith("blocks.1.") or name in only}
+        assert len(chosen) == count
+        assert_same(values(other), {name: (saved if name in chosen else kept)[name] for name in saved})
 
 
 @ranks(2)
