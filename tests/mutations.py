@@ -267,7 +267,7 @@ MUTATIONS = (
         "buffer/plan.py",
         "return is_cut and chunk * self.world_size == param.numel",
         "return is_cut",
-        "tests/comm/test_transport.py::test_every_rank_gathers_all_parameters",
+        "tests/comm/test_transport.py::test_parameters_that_move_where_they_lie_are_gathered_beside_others",
     ),
     Mutation(
         "buffer/messages.py",
