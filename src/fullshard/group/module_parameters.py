@@ -184,10 +184,10 @@ class ModuleParameters:
         ``wholes`` are the memory of the leaves, by index: one that was given other data gets it back."""
         if self.left is None:
             return
-        left, self.left = self.left, list(map(_version_and_address, self.unsharded))
+        left, now = self.left, list(map(_version_and_address, self.unsharded))
         moved = list[tuple[int, Any]]()
         self._agree_on_training()
-        for index, (param, before, after) in enumerate(zip(self._group.params, left, self.left, strict=True)):
+        for index, (param, before, after) in enumerate(zip(self._group.params, left, now, strict=True)):
             if before == after:
                 continue
             if param.extends:
@@ -213,6 +213,7 @@ class ModuleParameters:
         memory = wholes() if moved else {}
         for index, leaf in moved:
             set_data(local_tensor(leaf), memory[index])
+        self.left = list(map(_version_and_address, self.unsharded))
 
     def _agree_on_training(self) -> None:
         """Let sharded and unsharded parameters require gradients alike. Users may have changed either."""
