@@ -85,7 +85,8 @@ def _change_accelerate(state: Any) -> None:
 
     @functools.wraps(make)
     def make_on_cpu(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        asks = fsdp_plugin is not None and default_device_type() == "cpu"
+        is_first = not whole._shared_state  # of others accelerate takes no plugin
+        asks = fsdp_plugin is not None and is_first and default_device_type() == "cpu"
         if asks and "LOCAL_RANK" in os.environ:
             kwargs["cpu"] = True
             if partial._shared_state.get("distributed_type") == kinds.NO:  # made without: it knows no other rank
