@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 import fullshard_rank_server
-from fullshard.testing.rank import CleanUp, Job, Kind, Outcome, Setup, exit_with_parent, serve
+from fullshard.testing.rank import STACKS, CleanUp, Job, Kind, Outcome, Setup, exit_with_parent, serve
 
 # What a rank says when a peer has gone: seldom the cause, so it is shown last.
 _CONSEQUENCES = ("connection closed", "connection reset", "broken pipe", "connection refused", "connectfullmesh")
@@ -229,9 +229,10 @@ class RankPool:
             link.send(message)
 
     def _lend_terminal(self, rank: int) -> None:
+        send: Callable[..., None] = vars(reduction)["send_handle"]
         for number in (sys.__stdin__, sys.__stdout__):
             assert number is not None
-            reduction.send_handle(self._connections[rank], number.fileno(), self._processes[rank].pid)
+            send(self._connections[rank], number.fileno(), self._processes[rank].pid)
 
     def _collect(
         self, size: int, timeout: float, ends: Mapping[int, Kind] | None = None, first: int = 0
@@ -275,9 +276,9 @@ class RankPool:
         return Outcome(rank, "died", summary=f"The process of rank {rank} {how}.", report=self._stacks(rank))
 
     def _hung(self, silent: list[int], reason: str) -> dict[int, Outcome]:
-        if hasattr(signal, "SIGUSR1"):  # not on Windows
+        if STACKS is not None:
             for rank in silent:
-                os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
+                os.kill(self._processes[rank].pid or 0, STACKS)
             time.sleep(0.5)  # for the stacks to be written
         return {
             rank: Outcome(rank, "hung", summary=f"Rank {rank} {reason}.", report=self._stacks(rank)) for rank in silent

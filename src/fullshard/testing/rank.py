@@ -163,6 +163,8 @@ class _State:
 
 
 _state = _State()
+#: The signal that makes a rank write its stacks. Windows has none.
+STACKS: int | None = getattr(signal, "SIGUSR1", None)
 #: Threads of a rank that is replaced. One that has just started has about ten.
 _MOST_THREADS = 60
 
@@ -197,8 +199,8 @@ def serve(setup: Setup, parent: Connection) -> None:
 
 
 def _loop(rank: int, parent: Connection, log: TextIO) -> None:
-    if hasattr(faulthandler, "register"):  # not on Windows
-        faulthandler.register(signal.SIGUSR1, log, all_threads=True)
+    if STACKS is not None:
+        vars(faulthandler)["register"](STACKS, log, all_threads=True)
     gc.freeze()
     parent.send(Outcome(rank, "returned"))
     while (job := parent.recv()) is not None:
@@ -307,7 +309,8 @@ def _debugger(debugged: int | None, rank: int, parent: Connection) -> Iterator[N
     if rank != debugged:
         sys.breakpointhook = lambda *args, **kwargs: None
     else:
-        read, write = (reduction.recv_handle(parent) for _ in range(2))
+        receive: Callable[[Connection], int] = vars(reduction)["recv_handle"]
+        read, write = receive(parent), receive(parent)
         debugger = _state.debugger = pdb.Pdb(stdin=os.fdopen(read), stdout=os.fdopen(write, "w"))
         debugger.prompt = f"(rank {rank}) "
         sys.breakpointhook = lambda *args, **kwargs: debugger.set_trace(sys._getframe(1))
