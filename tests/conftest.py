@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.harness")
+pytest.register_assert_rewrite("tests.harness", "fullshard_pytest")
 
 # Only a first import is rewritten, so this one has to follow.
 from fullshard.testing.plugin import world_size  # noqa: E402
