@@ -249,8 +249,8 @@ def test_it():
 """
     (tmp_path / "test_it.py").write_text(program)
     printed = run(tmp_path)
-    assert "PytestWarning: nothing was sharded: this program trained with SGD" in printed, printed
-    assert "1 passed, 1 warning" in printed, printed
+    assert printed.count("fullshard: nothing was sharded: this program trained with SGD") == 1, printed
+    assert "1 passed" in printed, printed
 
 
 def test_a_rank_is_debugged(project: Path) -> None:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import fullshard
 from tests.harness import RankPool, World, failure_report, ranks
 
 
@@ -120,22 +119,6 @@ def test_ranks_with_many_threads_left_behind_are_replaced(rank_pool: RankPool) -
     assert [outcome.value for outcome in rank_pool.run(leave_threads, 2, 100)] == before
     after = [outcome.value for outcome in rank_pool.run(leave_threads, 2, 0)]
     assert not {*after} & {*before}
-
-
-def train_patched(world: World, shards: bool) -> None:
-    fullshard.patch()
-    model = torch.nn.Linear(2, 2)
-    if shards:
-        fullshard.fully_shard(model)
-    torch.optim.SGD(model.parameters()).step()
-
-
-def test_a_pool_knows_whether_anything_was_sharded() -> None:
-    with RankPool() as pool:
-        pool.run(train_patched, 1, False)
-        assert "nothing was sharded: this program trained with SGD" in pool.notice
-        pool.run(train_patched, 1, True)
-        assert not pool.notice
 
 
 def test_what_cannot_be_sent_is_named(rank_pool: RankPool) -> None:

@@ -51,9 +51,6 @@ _TORCH_CLASSES = ("torch.distributed.fsdp.", "torch.distributed._composable.repl
 _REPORTED = "said"
 #: The bindings that were changed: the namespace of a module, the name there, and torch's object.
 _bound: list[tuple[dict[str, Any], str, Any]] = []
-#: Of this process, if it is the first rank: the class of the first optimizer that has stepped; whether it has sharded.
-_stepped: list[str] = []
-_sharded: list[bool] = []
 
 
 def patch() -> int:
@@ -133,33 +130,27 @@ def patch_and_report() -> None:
     patch()
 
 
-def notice() -> str:
-    """What to tell at the end of this process, if an optimizer has stepped in it and nothing was sharded. Empty
-    otherwise, and on other ranks than the first."""
-    if not (_bound and _stepped) or _sharded:
-        return ""
-    return (
-        f"nothing was sharded: this program trained with {_stepped[0]} and called neither fully_shard nor "
-        f"FullyShardedDataParallel, so each rank had a whole model. A framework shards only if its settings "
-        f"ask for FSDP, as --use_fsdp of accelerate does"
-    )
-
-
 def _tell_if_nothing_is_sharded() -> None:
-    """Log the :func:`notice` at the end of this process."""
+    """Say at the end of this process if an optimizer has stepped in it, and nothing was sharded."""
+    stepped, sharded = list[str](), list[bool]()
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not _stepped:  # torch iterates over these hooks, so that it cannot be removed here
-            _stepped.append(type(optimizer).__name__)
+        if not stepped:  # torch iterates over these hooks, so that it cannot be removed here
+            stepped.append(type(optimizer).__name__)
 
     register_optimizer_step_pre_hook(note)
-    when_sharded(lambda unit: _sharded.append(True))
+    when_sharded(lambda unit: sharded.append(True))
 
     def tell() -> None:
-        if text := notice():
-            _log.warning(text)
+        if _bound and stepped and not sharded:
+            _log.warning(
+                "nothing was sharded: this program trained with %s and called neither fully_shard nor "
+                "FullyShardedDataParallel, so each rank had a whole model. A framework shards only if its settings "
+                "ask for FSDP, as --use_fsdp of accelerate does",
+                stepped[0],
+            )
 
-    Finalize(None, tell, exitpriority=0)  # runs in processes of multiprocessing too, in which atexit does not
+    Finalize(None, tell, exitpriority=0)  # in processes of multiprocessing atexit does not run
 
 
 def _replacements() -> dict[int, Any]:

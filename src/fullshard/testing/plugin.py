@@ -59,14 +59,11 @@ class RanksPlugin:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self) -> Any:
-        """End the ranks with the last test, before the coverage that they write when they end is counted; say what
-        ``fullshard.patch()`` says at the end of a program, which is not seen on ranks."""
+        """End the ranks with the last test, before the coverage that they write when they end is counted."""
         try:
             return (yield)
         finally:
             self.pool.close()
-            if self.pool.notice:
-                self._config.issue_config_time_warning(pytest.PytestWarning(self.pool.notice), stacklevel=2)
 
     def _run(self, item: pytest.Item) -> None:
         """Run a test on its ranks; raise what pytest makes a failure, a skip or an expected failure of."""

@@ -92,8 +92,6 @@ class RankPool:
         self._numbers = itertools.count()
         self._group: tuple[Any, ...] | None = None  # size and conditions of the process group that can serve again
         self._number = -1
-        #: What ``fullshard.patch()`` has to tell of the ranks: that they have trained, and sharded nothing.
-        self.notice = ""
 
     def run(
         self,
@@ -156,7 +154,6 @@ class RankPool:
         if any(end.kind != "returned" for end in ends):
             return [one if end.kind == "returned" else end for one, end in zip(outcomes, ends, strict=True)]
         found: list[CleanUp] = [end.value for end in ends]
-        self.notice = found[0].notice
         counts = {each.collectives for each in found}
         if any(each.is_worn for each in found):
             self.close()

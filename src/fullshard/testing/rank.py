@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.compat import frameworks, patch
+from fullshard.compat import frameworks
 from fullshard.torch_private import collectives_seen, forget_meshes, process_groups
 
 Kind = Literal["returned", "raised", "skipped", "xfailed", "died", "hung"]
@@ -358,13 +358,11 @@ class CleanUp:
     ``collectives`` counts those that the process group has seen, if it is the only one: it may serve again where all
     ranks have seen as many. (After an error some may have gone further than others.) ``is_worn`` ranks should end:
     functions have left groups whose threads wake a hundred times a second. ``left`` names the groups left behind.
-    ``notice`` is what ``fullshard.patch()`` has to tell of the process so far, in which nothing was sharded.
     """
 
     collectives: int | None
     is_worn: bool
     left: tuple[str, ...]
-    notice: str = ""
 
 
 def _clean_up() -> CleanUp:
@@ -380,7 +378,7 @@ def _clean_up() -> CleanUp:
     gc.collect()
     gc.freeze()  # what was imported on the way is not walked again either
     tasks = Path("/proc/self/task")
-    return CleanUp(count, tasks.exists() and len([*tasks.iterdir()]) > _MOST_THREADS, left, patch.notice())
+    return CleanUp(count, tasks.exists() and len([*tasks.iterdir()]) > _MOST_THREADS, left)
 
 
 def _left_behind() -> tuple[str, ...]:
