@@ -230,6 +230,7 @@ def test_failures_tell_what_each_rank_did(project: Path) -> None:
     assert "rank 1 raised: AssertionError: the cause (3 of 3 ranks failed)" in printed, printed
     assert "Captured stdout of rank 2 call" in printed
     assert "printed by 2" in printed
+    assert "c10d-NullHandler" not in printed
     assert "rank 1 hung: Rank 1 did not end within 5 s." in printed
     assert "in test_a_hang_is_shown\n" in printed
     assert "_pytest" not in printed.split("in test_a_hang_is_shown\n")[1]

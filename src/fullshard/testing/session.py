@@ -7,6 +7,7 @@ scope wider than a class, and ``tmp_path``, have the value that they have in the
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -98,6 +99,9 @@ class RankSession:
         following = self._items.get(nextitem or "")
         self._values = {name: pickle.loads(value) for name, value in values.items()}
         leave_for(item)
+        for name in [*logging.root.manager.loggerDict]:
+            if name.startswith("c10d-"):  # of torch, which tells each call of a collective to whoever listens
+                logging.getLogger(name).propagate = False
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if self._ends:
             raise self._ends[0]
