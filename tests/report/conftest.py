@@ -15,9 +15,17 @@ from fullshard.report import snapshot
 _WHOLE = snapshot._SKIPPED, snapshot._is_skipped
 
 
+#: Their objects lead from a test's mark to all tests.
+_OF_TESTS = {"_pytest", "pytest", "pluggy", "hypothesis", "xdist", "execnet"}
+
+
 def _is_skipped(value: Any) -> bool:
-    name = str(vars(value).get("__name__")) if issubclass(type(value), ModuleType) else ""
-    return (name.startswith("tests.") and not name.startswith("tests.report.")) or _WHOLE[1](value)
+    cls = type(value)
+    if issubclass(cls, ModuleType):
+        name = str(vars(value).get("__name__"))
+        if name.startswith("tests.") and not name.startswith("tests.report."):
+            return True
+    return str(cls.__module__).partition(".")[0] in _OF_TESTS or _WHOLE[1](value)
 
 
 @pytest.fixture(scope="package", autouse=True)
