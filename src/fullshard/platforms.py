@@ -155,10 +155,14 @@ def boot_id() -> str:
         return ""
 
 
+#: Part of this host's identity: tests let ranks of one machine believe that they are on several.
+pretended_host = ""
+
+
 def host_id() -> str:
     """Identifies the host: equal for processes of one boot, in one space of process numbers. Where the system does not
     say, it is different for each process."""
     with suppress(OSError):
         if boot := boot_id():
-            return boot + os.readlink("/proc/self/ns/pid")
+            return boot + os.readlink("/proc/self/ns/pid") + pretended_host
     return f"unknown to process {os.getpid()}"

@@ -130,7 +130,7 @@ def test_the_program_makes_the_default_group():
 
 @pytest.mark.ranks(4, hosts=2)
 def test_hosts(world):
-    from fullshard.comm.local_ranks import host_id
+    from fullshard.platforms import host_id
     assert os.environ["LOCAL_RANK"] == str(world.rank % 2)
     first, second, third, fourth = gathered(host_id())
     assert first == second != third == fourth

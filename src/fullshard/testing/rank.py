@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fullshard import platforms
 from fullshard.compat import frameworks
 from fullshard.torch_private import collectives_seen, forget_meshes, process_groups
 
@@ -253,7 +254,8 @@ def _run(job: Job, rank: int, parent: Connection) -> Any:
     ):
         seed(job.seed)
     function, arguments, keywords = pickle.loads(job.payload)
-    with _host(rank * job.hosts // job.size, job.hosts), _debugger(job.debugged, rank, parent):
+    platforms.pretended_host = f" {rank * job.hosts // job.size}" if job.hosts > 1 else ""
+    with _debugger(job.debugged, rank, parent):
         value = function(_state.world, *arguments, **keywords)
     pickle.dumps(value)
     return value
@@ -283,21 +285,6 @@ def _device(kind: str, rank: int) -> torch.device:
     module.set_device(device)
     importlib.import_module("fullshard.testing.shared_device").route_by_host(kind)
     return device
-
-
-@contextmanager
-def _host(number: int, hosts: int) -> Iterator[None]:
-    """Let the library take this rank's host for another one than those of ranks with other numbers."""
-    if hosts == 1:
-        yield
-        return
-    local_ranks: Any = importlib.import_module("fullshard.comm.local_ranks")
-    host_id = local_ranks.host_id
-    local_ranks.host_id = lambda: f"{host_id()} {number}"
-    try:
-        yield
-    finally:
-        local_ranks.host_id = host_id
 
 
 @contextmanager

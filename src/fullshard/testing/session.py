@@ -100,8 +100,8 @@ class RankSession:
         self._values = {name: pickle.loads(value) for name, value in values.items()}
         leave_for(item)
         for name in [*logging.root.manager.loggerDict]:
-            if name.startswith("c10d-"):  # of torch, which tells each call of a collective to whoever listens
-                logging.getLogger(name).propagate = False
+            if name.startswith("c10d-"):  # of torch, which pytest would report for each failed collective
+                logging.getLogger(name).disabled = True
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if self._ends:
             raise self._ends[0]
