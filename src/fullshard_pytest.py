@@ -15,16 +15,8 @@ import pytest
 
 import fullshard_rank_server
 
-#: Options of the mark, with what they are when it does not name them.
-OPTIONS: dict[str, Any] = {
-    "timeout": None,
-    "device": "cpu",
-    "hosts": 1,
-    "env": {},
-    "ends": {},
-    "fresh": False,
-    "init": True,
-}
+#: Options of the mark: fields of :class:`fullshard.testing.Conditions`, which has their defaults.
+OPTIONS = ("timeout", "device", "hosts", "env", "ends", "fresh", "init")
 #: Plugins that would do their work once more on each rank: report, distribute, measure, or run a test again.
 ONLY_HERE = (
     "cacheprovider",
@@ -115,7 +107,7 @@ def check_mark(nodeid: str, mark: pytest.Mark) -> tuple[int, ...]:
     sizes = mark.args
     if not sizes or not all(isinstance(size, int) and size >= 1 for size in sizes):
         problem = f"has the sizes {sizes}; write for example @pytest.mark.ranks(2) or @pytest.mark.ranks(2, 4)"
-    elif unknown := mark.kwargs.keys() - OPTIONS.keys():
+    elif unknown := mark.kwargs.keys() - set(OPTIONS):
         problem = f"does not know {', '.join(sorted(unknown))}; it takes {', '.join(OPTIONS)}"
     elif any(size % mark.kwargs.get("hosts", 1) for size in sizes):
         problem = f"has {mark.kwargs['hosts']} hosts, over which {sizes} ranks cannot be spread evenly"

@@ -21,7 +21,7 @@ from fullshard.testing.pool import Conditions, RankPool, failure_report, failure
 from fullshard.testing.pytest_private import scopes, skip, value_of
 from fullshard.testing.rank import Outcome
 from fullshard.testing.session import run_item
-from fullshard_pytest import ONLY_HERE, OPTIONS, check_mark
+from fullshard_pytest import ONLY_HERE, check_mark
 
 #: Fixtures of narrow scope that are made here all the same: ranks share the folder.
 _SHARED = ("tmp_path", "tmpdir")
@@ -92,8 +92,8 @@ class RanksPlugin:
     def _conditions(self, item: pytest.Item) -> Conditions:
         mark = item.get_closest_marker("ranks")
         assert mark is not None
-        asked: dict[str, Any] = {**OPTIONS, **mark.kwargs}
-        if asked["timeout"] is None:
+        asked: dict[str, Any] = {**mark.kwargs}
+        if asked.get("timeout") is None:
             asked["timeout"] = self._config.getoption("--ranks-timeout") or float(self._config.getini("ranks_timeout"))
         return Conditions(**asked, seed=self._config.getoption("--ranks-seed"))
 

@@ -204,9 +204,10 @@ class RankPool:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
             self._store = _store()
+        if (known := len(self._processes)) >= size:
+            return
         # Ranks are forked from a server that has imported torch and has no threads: a fresh one costs milliseconds.
         context = fullshard_rank_server.start(self._preload)
-        known = len(self._processes)
         with fullshard_rank_server.environment():
             for rank in range(known, size):
                 here, there = context.Pipe()

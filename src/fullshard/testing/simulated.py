@@ -13,7 +13,7 @@ from fullshard.testing.rank import World
 
 @contextmanager
 def simulated_world(size: int, rank: int = 0) -> Iterator[World]:
-    """Be rank ``rank`` of ``size`` ranks (1,024 or more) inside the block, in this process alone.
+    """A context in which this process is rank ``rank`` of a simulated world of ``size`` ranks, 1,024 or more.
 
     Collectives return at once and move nothing. Shapes, placements, memory and the order of calls are right; the values
     that a collective returns are whatever was there before.
