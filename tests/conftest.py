@@ -31,7 +31,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 _RUNS_KERNELS = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore = [] if _RUNS_KERNELS and find_spec("triton") else ["test_fused.py"]
 #: Tests of which it takes so many cases that each value is met.
-_EACH_VALUE = re.compile(r"^tests/(wrapper|checkpoint|optim|parity/test_wrapper_|test_interop)")
+_EACH_VALUE = re.compile(r"^tests/(wrapper|checkpoint|optim|parity/|comm/|test_interop)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -105,8 +105,8 @@ def _is_extra_size(item: pytest.Item) -> bool:
 def _cases(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """The cases of each test that the quick lane takes: of most with all pairs of values, of some all.
 
-    Of others cases with all values: four ranks on two cores are dear, and the wrapper and state dicts stand on what
-    the tests of `fully_shard` prove with all pairs.
+    Of others cases with all values: four ranks on two cores are dear, the wrapper and state dicts stand on what the
+    tests of `fully_shard` prove with all pairs, and random programs (tests/fuzz) mix what parity tests tell apart.
     """
     tests: dict[Any, list[pytest.Item]] = {}
     for item in items:
