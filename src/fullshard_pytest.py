@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,25 +55,44 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARK)
 
 
-def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
-    """Start the plugin for the first file that speaks of ranks, before pytest imports it."""
-    config = parent.config
-    if file_path.suffix != ".py" or _is_rank(config):
-        return
-    text = file_path.read_text(errors="replace")
+def plugins_of_ranks(config: pytest.Config) -> dict[str, str]:
+    """The plugins of installed packages that ranks have too: the module of each by its name."""
+    manager = config.pluginmanager
+    found = {manager.get_name(plugin): plugin for plugin, _ in manager.list_plugin_distinfo()}
+    return {
+        name: plugin.__name__
+        for name, plugin in found.items()
+        if name is not None and name not in ONLY_HERE and hasattr(plugin, "__name__")
+    }
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Any:
+    """Start the plugin for the first file that speaks of ranks, before pytest imports it.
+
+    Not for each file that pytest looks at: it looks at all files of a folder to find one.
+    """
+    config = collector.config
+    if not isinstance(collector, pytest.Module) or collector.path.suffix != ".py" or _is_rank(config):
+        return (yield)
+    text = collector.path.read_text(errors="replace")
     if "ranks" not in text and "world" not in text:
-        return
+        return (yield)
     if not config.option.collectonly:
         # What a rank would import, each for itself. Modules of plugins are imported there without their rewriting.
-        known = [
-            plugin.__name__ for plugin, _ in config.pluginmanager.list_plugin_distinfo() if hasattr(plugin, "__name__")
-        ]
         fullshard_rank_server.start(
-            ["pytest", *known, *sorted({*_IMPORTED.findall(text)}), *config.getini("ranks_preload")]
+            [
+                "pytest",
+                *plugins_of_ranks(config).values(),
+                *sorted({*_IMPORTED.findall(text)}),
+                *config.getini("ranks_preload"),
+            ]
         )
-    if not config.pluginmanager.hasplugin("fullshard-ranks"):
-        plugin = importlib.import_module("fullshard.testing.plugin").RanksPlugin(config)
-        config.pluginmanager.register(plugin, "fullshard-ranks")
+    with fullshard_rank_server.imports_kept():
+        if not config.pluginmanager.hasplugin("fullshard-ranks"):
+            plugin = importlib.import_module("fullshard.testing.plugin").RanksPlugin(config)
+            config.pluginmanager.register(plugin, "fullshard-ranks")
+        return (yield)
 
 
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:

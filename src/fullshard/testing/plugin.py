@@ -21,7 +21,7 @@ from fullshard.testing.pool import Conditions, RankPool, failure_report, failure
 from fullshard.testing.pytest_private import scopes, skip, value_of
 from fullshard.testing.rank import Outcome
 from fullshard.testing.session import run_item
-from fullshard_pytest import ONLY_HERE, check_mark
+from fullshard_pytest import ONLY_HERE, check_mark, plugins_of_ranks
 
 #: Fixtures of narrow scope that are made here all the same: ranks share the folder.
 _SHARED = ("tmp_path", "tmpdir")
@@ -169,6 +169,7 @@ def _session(config: pytest.Config) -> dict[str, Any]:
         arguments += ["-c", str(config.inipath)]
     for plugin in (*config.option.plugins, *(f"no:{name}" for name in ONLY_HERE)):
         arguments += ["-p", plugin]
+    plugins = plugins_of_ranks(config)
     options = {}
     for name, value in vars(config.option).items():
         try:
@@ -176,4 +177,5 @@ def _session(config: pytest.Config) -> dict[str, Any]:
         except Exception:
             continue
         options[name] = value
-    return {"arguments": arguments, "options": options | {"collectonly": False, "usepdb": False}}
+    options |= {"collectonly": False, "usepdb": False}
+    return {"arguments": arguments, "options": options, "plugins": plugins}

@@ -7,7 +7,9 @@ scope wider than a class, and ``tmp_path``, have the value that they have in the
 
 from __future__ import annotations
 
+import importlib
 import logging
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,15 +26,22 @@ class RankSession:
 
     current: RankSession | None = None
 
-    def __init__(self, options: Mapping[str, Any], serve: Callable[[], None]) -> None:
+    def __init__(self, setup: Mapping[str, Any], serve: Callable[[], None]) -> None:
         self.__name__ = "fullshard-rank"  # by which it is found among the plugins
-        self._options = options
+        self._options: Mapping[str, Any] = setup["options"]
+        self._plugins: Mapping[str, str] = setup["plugins"]
         self._serve = serve
         self._session: pytest.Session
         self._nodes: dict[Path, pytest.Collector | pytest.Item] = {}
         self._items: dict[str, pytest.Item] = {}
         self._values: dict[str, Any] = {}
         self._ends: list[Ended] = []
+
+    def pytest_plugin_registered(self, plugin: object, manager: pytest.PytestPluginManager) -> None:
+        """Load the plugins that the test process has from packages, without a look at all installed packages."""
+        if plugin is self:
+            for name, module in self._plugins.items():
+                manager.register(importlib.import_module(module), name)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -128,7 +137,8 @@ class RankSession:
 
 def run_session(setup: Mapping[str, Any], serve: Callable[[], None]) -> None:
     """Start a session of pytest in this process, and serve in it until the test process wants no more."""
-    pytest.main(setup["arguments"], plugins=[RankSession(setup["options"], serve)])
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    pytest.main(setup["arguments"], plugins=[RankSession(setup, serve)])
 
 
 def run_item(world: World, nodeid: str, path: str, values: Mapping[str, bytes], nextitem: str | None) -> None:
