@@ -43,7 +43,7 @@ _OF_HOSTS |= {f"NCCL_{n}" for n in ("HOSTID", "DEBUG_FILE")}
 #: Variables that fullshard reads.
 _KNOWN = {f"FULLSHARD_{n}" for n in ("TRANSPORT", "PATCH", "DEBUG", "CHECKS", "HANG_TIMEOUT", "WAIT_WARNING")}
 #: Variables that commands set for the processes that they start.
-_OURS = ("FULLSHARD_DOCTOR", "FULLSHARD_DOCTOR_STEPS", "FULLSHARD_REHEARSAL")
+_OURS = ("FULLSHARD_DOCTOR", "FULLSHARD_DOCTOR_STEPS", "FULLSHARD_RANKS_PRELOAD", "FULLSHARD_REHEARSAL")
 #: A warning is due below these bytes of ``/dev/shm``, below this number of open files, and above these seconds between
 #: clocks.
 _SHARED, _FILES, _CLOCKS = 1 << 28, 4096, 2.0
