@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fullshard
-from tests.harness import World, everywhere, ranks
+from tests.harness import World, ranks
 from tests.harness.compare import (
     LIBRARIES,
     Batch,
@@ -165,7 +165,6 @@ def test_fp16_parameters_reduced_in_fp32(world: World, offloaded: bool, changes:
     compare(world, training_with(precision, shard=shard, **changes))
 
 
-@everywhere
 @ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_large_gradients_in_fp16(world: World, shards: int) -> None:

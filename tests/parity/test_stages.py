@@ -20,9 +20,10 @@ from fullshard.buffer import plan
 from tests.harness import World, ranks
 from tests.harness.compare import Precision, Training, adamw, compare, each_block, whole
 from tests.harness.models import MLP, Branches, OddParameters, random_batch, seeded
+from tests.harness.slow import slow
 
 #: With `outer` replicas shard the optimizer state, which is `outer_zero_stage=1`.
-STAGES = ["0", "1", "2", "3", "outer 1", "outer 2", "outer 3"]
+STAGES = ["0", "1", "outer 3", *slow("2", "3", "outer 1", "outer 2")]
 LAST = 2
 """The last of three micro-batches, the one after which gradients are complete."""
 
@@ -127,11 +128,12 @@ def test_gradients_are_added_up_where_autograd_made_them(world: World, precision
 
 
 @ranks(2)
-@pytest.mark.parametrize("stage", ["0", "1", "outer 3"])
+@pytest.mark.parametrize("stage", ["outer 3", *slow("0", "1")])
 def test_offloaded_parameters(world: World, stage: str) -> None:
     check(world, stage, options={"offload_policy": fullshard.CPUOffloadPolicy()})
 
 
+@pytest.mark.slow
 @ranks(4)
 @pytest.mark.parametrize(
     ("stage", "options"),
@@ -147,7 +149,7 @@ def test_other_placements(world: World, stage: str, options: dict[str, Any]) -> 
 
 
 @ranks(2)
-@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
+@pytest.mark.parametrize("stage", STAGES[:2])
 def test_parameters_are_dtensors_between_steps(world: World, stage: str) -> None:
     model = sharded(world, stage)
     model(torch.ones(2, 6)).sum().backward()
@@ -229,7 +231,13 @@ def test_full_parameters_copies_and_state_dicts(world: World) -> None:
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize(("saved", "loaded"), [("0", "1"), ("1", "3"), ("3", "0"), ("outer 3", "3"), ("3", "outer 3")])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("0", "outer 3"),
+        *(pytest.param(*stages, marks=pytest.mark.slow) for stages in (("1", "3"), ("3", "0"), ("outer 3", "3"))),
+    ],
+)
 def test_a_checkpoint_of_one_stage_is_loaded_in_another(world: World, saved: str, loaded: str, tmp_path: Path) -> None:
     models = [sharded(world, stage) for stage in (saved, loaded)]
     optimizers = [adamw(model.parameters()) for model in models]
@@ -249,6 +257,7 @@ def test_a_checkpoint_of_one_stage_is_loaded_in_another(world: World, saved: str
         assert torch.equal(whole(one), whole(two))
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_models_on_meta(world: World) -> None:
     with torch.device("meta"):
@@ -282,6 +291,7 @@ def test_hooks_that_come_after_a_step_get_the_gradients_of_the_next(world: World
         assert len(seen) == 2, "one tensor for the group"
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_an_optimizer_that_sums_over_matrices_steps_on_replicas(world: World) -> None:
     check(world, "0", optimizer=lambda parameters: torch.optim.Adafactor(parameters, lr=0.05))

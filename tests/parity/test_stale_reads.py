@@ -264,6 +264,7 @@ def split(model: nn.Module, like: nn.Module) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_what_rests_on_fewer_ranks_may_be_resharded_before_its_backward(world: World) -> None:
     def loss(model: Any, x: Tensor) -> Tensor:

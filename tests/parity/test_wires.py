@@ -34,6 +34,7 @@ from tests.harness.compare import (
     train_sharded,
 )
 from tests.harness.models import MLP, Branches, OddParameters, random_batch, seeded
+from tests.harness.slow import slow, some
 
 EXACT = WirePolicy()
 INT8 = WirePolicy(gather="int8", reduce="int8", block=16, min_numel=30)
@@ -48,7 +49,9 @@ POLICIES = {
 LAST = 2
 #: Each test has its own choice of a transport: of those without shared memory, in which nothing is encoded.
 on_ranks = partial(ranks, transport="p2p")
-each_transport = pytest.mark.parametrize("transport", ["p2p", "collective"])
+each_transport = pytest.mark.parametrize("transport", ["p2p", *slow("collective")])
+#: Policies and cases of the quick lane.
+QUICK = ("int8", "without feedback", "stage 1", "micro-batches", "unused")
 
 
 class ReferenceWire:
@@ -182,8 +185,8 @@ def accumulating(model: Any, micro: int) -> None:
 
 
 @on_ranks(2, 3)
-@each_transport
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("transport", ["p2p", "collective"])
+@pytest.mark.parametrize("name", some(POLICIES, QUICK))
 def test_training_is_the_same_as_with_what_arrives(world: World, transport: str, name: str) -> None:
     check(world, transport, POLICIES[name])
 
@@ -212,7 +215,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @on_ranks(2)
 @each_transport
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, QUICK))
 def test_ways_to_train(world: World, transport: str, case: str) -> None:
     check(world, transport, INT8, **CASES[case])
 
@@ -220,7 +223,7 @@ def test_ways_to_train(world: World, transport: str, case: str) -> None:
 @on_ranks(2)
 @each_transport
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["int8", *slow("fp8")])
 def test_mixed_precision(world: World, transport: str, reduce_dtype: torch.dtype, name: str) -> None:
     check(world, transport, POLICIES[name], precision=Precision(torch.bfloat16, reduce_dtype))
 
@@ -243,7 +246,7 @@ def without_infinities(model: torch.nn.Module) -> None:
 
 @on_ranks(2)
 @each_transport
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", *slow("bf16", "int4")])
 def test_a_step_that_a_scaler_skips_leaves_nothing_and_the_scale_is_followed(
     world: World, transport: str, name: str
 ) -> None:
@@ -257,8 +260,8 @@ def scaler() -> ShardedGradScaler:
 
 @on_ranks(4)
 @each_transport
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("outer", ["exact", "int8"])
+@pytest.mark.parametrize("stage", [3, *slow(1)])
+@pytest.mark.parametrize("outer", ["int8", *slow("exact")])
 def test_replicas_that_shard(world: World, transport: str, stage: int, outer: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     outer_wire = {"exact": EXACT, "int8": WirePolicy(gather="int8", reduce="int8", block=8, min_numel=0)}[outer]

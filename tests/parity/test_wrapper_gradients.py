@@ -18,6 +18,7 @@ from tests.harness import World, ranks
 from tests.harness.compare import Batch, Call, Precision, compare, mean_square, whole_gradients
 from tests.harness.faults import FailingBackward, Fault
 from tests.harness.models import MLP, random_batch, seeded
+from tests.harness.slow import slow
 from tests.harness.wrapper import (
     EACH_WRAPPER,
     HYBRID,
@@ -30,8 +31,8 @@ from tests.harness.wrapper import (
     wrap_blocks,
 )
 
-EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
-NORMS = pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+EACH_STRATEGY = pytest.mark.parametrize("strategy", ["FULL_SHARD", *slow("SHARD_GRAD_OP"), "NO_SHARD"])
+NORMS = pytest.mark.parametrize("norm_type", [2.0, float("inf"), *slow(1.0)])
 
 
 def after_a_forward(fsdp: ModuleType, **options: Any) -> Any:
@@ -308,7 +309,7 @@ def test_gradients_of_a_step_with_an_error_do_not_come_home_after_they_were_clea
 
 @ranks(4)
 @NORMS
-@pytest.mark.parametrize("inner", ["first", "last"])
+@pytest.mark.parametrize("inner", ["first", *slow("last")])
 def test_modules_over_other_process_groups_count_once_in_the_norm(world: World, norm_type: float, inner: str) -> None:
     """One layer is sharded inside of nodes, and replicated or not over these; the other one over all ranks."""
     nodes = world.mesh(2, 2, names=("replicate", "shard"))

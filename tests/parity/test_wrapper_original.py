@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.harness import World, ranks
 from tests.harness.compare import Batch, Call, Precision, adamw, compare, mean_square, sgd, unwrapped, whole_parameters
 from tests.harness.models import MLP, Branches, OddParameters, Transformer, random_batch, seeded, token_batch
+from tests.harness.slow import slow
 from tests.harness.wrapper import (
     EACH_WRAPPER,
     ORIGINAL,
@@ -25,7 +26,7 @@ from tests.harness.wrapper import (
     wrap_whole,
 )
 
-EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+EACH_STRATEGY = pytest.mark.parametrize("strategy", ["FULL_SHARD", *slow("SHARD_GRAD_OP"), "NO_SHARD"])
 UNITS = pytest.mark.parametrize("units", [wrap_blocks, wrap_whole])
 
 
@@ -87,6 +88,7 @@ def test_fragments_are_those_of_torch(world: World, strategy: str) -> None:
     assert_all_see(shapes)
 
 
+@pytest.mark.slow
 @ranks(2, 3, transport="shm")
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, None), (torch.bfloat16, torch.float32), (None, torch.bfloat16)])
 def test_fragments_are_those_of_torch_in_low_precision(world: World, dtypes: Any) -> None:
@@ -99,6 +101,7 @@ def test_fragments_are_those_of_torch_in_low_precision(world: World, dtypes: Any
     assert_all_see(sizes)
 
 
+@pytest.mark.slow
 @ranks(2, transport="shm")
 @EACH_STRATEGY
 def test_what_parameters_look_like_after_forward(world: World, strategy: str) -> None:
@@ -132,7 +135,7 @@ def branches_batch(used: list[list[int]]) -> Any:
 
 
 @ranks(2, transport="shm")
-@pytest.mark.parametrize("used", [[[1, 1, 0]], [[1, 0, 0], [0, 1, 0]], [[1, 0, 0], [1, 0, 0], [0, 0, 1], [0, 0, 1]]])
+@pytest.mark.parametrize("used", [[[1, 0, 0], [0, 1, 0]], *slow([[1, 1, 0]], [[1, 0, 0]] * 2 + [[0, 0, 1]] * 2)])
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_parameters_that_one_unit_does_not_use_have_gradients_of_zero(
     world: World, used: list[list[int]], strategy: str
@@ -162,7 +165,7 @@ def test_a_weight_shared_within_a_unit(world: World, strategy: str, units: Any, 
 
 
 @ranks(2, 3, transport="shm")
-@pytest.mark.parametrize("widths", [(3, 5, 7), (7, 1, 3), (2, 1, 3), (5, 5, 2)])
+@pytest.mark.parametrize("widths", [(3, 5, 7), (2, 1, 3), *slow((7, 1, 3), (5, 5, 2))])
 @UNITS
 @ORIGINAL
 def test_odd_shapes(world: World, widths: tuple[int, ...], units: Any, original: bool) -> None:
@@ -172,6 +175,7 @@ def test_odd_shapes(world: World, widths: tuple[int, ...], units: Any, original:
     compare(world, case)
 
 
+@pytest.mark.slow
 @ranks(2, transport="shm")
 @EACH_STRATEGY
 @pytest.mark.parametrize("set_to_none", [True, False])

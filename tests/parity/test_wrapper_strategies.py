@@ -14,11 +14,11 @@ from torch import nn
 from tests.harness import World, ranks
 from tests.harness.compare import Precision, adamw, compare, first_difference, sgd, train_sharded, train_unsharded
 from tests.harness.models import MixedDtypes, Transformer, seeded, token_batch
+from tests.harness.slow import slow
 from tests.harness.wrapper import (
     EACH_WRAPPER,
     HYBRID,
     ORIGINAL,
-    STRATEGIES,
     WRAPPERS,
     no_sync_before,
     training,
@@ -27,7 +27,7 @@ from tests.harness.wrapper import (
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
-EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+EACH_STRATEGY = pytest.mark.parametrize("strategy", ["FULL_SHARD", *slow("SHARD_GRAD_OP"), "NO_SHARD"])
 LAST = 2
 """The last of three micro-batches."""
 
@@ -58,13 +58,14 @@ def hybrid_groups(world: World, kind: str) -> dict[str, Any]:
 
 
 @ranks(4)
-@pytest.mark.parametrize("strategy", HYBRID)
+@pytest.mark.parametrize("strategy", [HYBRID[0], *slow(HYBRID[1])])
 @pytest.mark.parametrize("kind", ["groups", "mesh"])
 @ORIGINAL
 def test_hybrid_strategies(world: World, strategy: str, kind: str, original: bool) -> None:
     compare(world, training(wrap_blocks(strategy=strategy, original=original, **hybrid_groups(world, kind))))
 
 
+@pytest.mark.slow
 @ranks(4)
 @pytest.mark.parametrize("strategy", HYBRID)
 @pytest.mark.parametrize("without_communication", [False, True])
@@ -96,6 +97,7 @@ def test_bf16_parameters_reduced_in_fp32(world: World, strategy: str, original: 
     compare(world, training(shard, precision=precision, optimizer=adamw))
 
 
+@pytest.mark.slow
 @ranks(2, transport="shm")
 @EACH_WRAPPER
 @EACH_STRATEGY
@@ -143,7 +145,7 @@ def test_accumulated(world: World, strategy: str, original: bool, without_commun
 
 
 @ranks(2)
-@pytest.mark.parametrize("quiet", [{0}, {1}, {0, 2}])
+@pytest.mark.parametrize("quiet", [{1}, *slow({0}, {0, 2})])
 def test_some_micro_batches_communicate(world: World, quiet: set[int]) -> None:
     """Each gradient arrives once, however quiet and other micro-batches follow one another: the last one sends all."""
 
@@ -154,7 +156,7 @@ def test_some_micro_batches_communicate(world: World, quiet: set[int]) -> None:
 
 
 @ranks(2, transport="shm")
-@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", *slow(None)])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_prefetch_changes_nothing(world: World, prefetch: str | None, ahead: bool) -> None:
     def shard(fsdp: ModuleType, model: nn.Module) -> Any:
