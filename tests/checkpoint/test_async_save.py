@@ -21,11 +21,12 @@ from tests.checkpoint.state_dicts import speaking
 from tests.harness import World, ranks
 from tests.harness.compare import Precision, adamw, each_block
 from tests.harness.models import MLP, MixedDtypes, random_batch, seeded
+from tests.harness.slow import slow
 from tests.harness.wrapper import wrap_blocks
 
 BATCH = random_batch(4, 6)
-TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
-FRONT_ENDS = pytest.mark.parametrize("front_end", ["composable", "flat", "original"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "p2p", *slow("collective")])
+FRONT_ENDS = pytest.mark.parametrize("front_end", ["composable", "flat", *slow("original")])
 LOW = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 

@@ -94,6 +94,7 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call_on_all_ranks(
     assert checkpoint.save(tmp_path, model) == tmp_path / "step-00000001"
 
 
+@pytest.mark.slow
 def test_saves_at_the_end_of_a_program_are_written_and_a_failure_is_told_and_is_its_status(tmp_path: Path) -> None:
     program = f"""
 import atexit, time
@@ -236,7 +237,7 @@ def test_saves_without_a_step_that_are_under_way_get_different_steps(tmp_path: P
 
 
 @ranks(2)
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_ranks_save_twice_and_train_while_one_of_them_is_slow(world: World, tmp_path: Path, slow: int) -> None:
     model = sharded("fully_shard")
     optimizer = optimizer_of(model, "AdamW")
@@ -407,6 +408,7 @@ def test_ranks_that_are_told_to_end_save_after_the_same_step(world: World, tmp_p
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_come_to_save_ends_in_time(tmp_path: Path) -> None:
     program = """
 import os, signal, time

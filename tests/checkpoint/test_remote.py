@@ -40,6 +40,7 @@ from tests.checkpoint.stores import (
     web_server,
 )
 from tests.harness import World, ranks
+from tests.harness.slow import slow
 
 
 @pytest.fixture(autouse=True)
@@ -234,7 +235,7 @@ def test_leases_of_processes_that_ended_are_removed(url: str) -> None:
     assert {Path(name).name for name in objects(url) if Path(name).name.startswith(".")} == {".metadata"}
 
 
-@pytest.mark.parametrize("publishes", [False, True])
+@pytest.mark.parametrize("publishes", [False, *slow(True)])
 def test_jobs_that_find_a_dead_lease_at_once_both_save(tmp_path: Path, publishes: bool) -> None:
     """One removes what the dead one has left. Wherever it is in that, the other one may begin a save and write."""
     at = 1
@@ -427,7 +428,7 @@ def test_a_forked_process_leaves_the_leases_of_its_parent(url: str) -> None:
     assert len(checkpoint.list_checkpoints(url)) == 2
 
 
-@pytest.mark.parametrize("error", [PermissionError("AccessDenied"), ConnectionResetError("gone")])
+@pytest.mark.parametrize("error", [PermissionError("AccessDenied"), *slow(ConnectionResetError("gone"))])
 def test_what_fails_after_a_save_or_a_load_is_a_warning(
     url: str, error: Exception, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -487,7 +488,7 @@ def _whole_after_kill(url: str, at: int) -> bool:
     return code != 0
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [12, *slow(1)])
 def test_wherever_a_save_is_killed_the_older_or_the_newer_one_is_whole(tmp_path: Path, every: int) -> None:
     at = 3 if every > 1 else 1
     while _whole_after_kill(f"faulty://{tmp_path}/{at}", at):
@@ -515,6 +516,7 @@ def test_ranks_save_and_load_a_sharded_model(world: World, tmp_path: Path) -> No
         assert torch.equal(mine.to_local(), theirs.to_local())  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_an_s3_server_keeps_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote.ObjectPartial, "largest", 4096.0)
     with s3_bucket() as bucket:

@@ -31,6 +31,7 @@ from tests.checkpoint.cases import assert_same, optimizer_of, quiet, save_at, tr
 from tests.checkpoint.state_dicts import Net
 from tests.harness import RankPool, World, failure_report, ranks
 from tests.harness.models import MLP, MixedDtypes, OddParameters, Transformer, seeded, split_over
+from tests.harness.slow import slow, some
 
 APIS = ("fully_shard", "flat", "fragments")
 apis = pytest.mark.parametrize("api", APIS)
@@ -83,12 +84,10 @@ def run(pool: RankPool, function: Callable[..., Any], size: int, *args: Any) -> 
     return [outcome.value for outcome in outcomes]
 
 
-@pytest.mark.parametrize("after", [4, 3, 2, 1])
+@pytest.mark.parametrize("after", [2, 1, *slow(4, 3)])
 @pytest.mark.parametrize("reads", APIS)
 @pytest.mark.parametrize("writes", APIS)
-@pytest.mark.parametrize(
-    "optimizer", ["Adam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SGD", "momentum"))]
-)
+@pytest.mark.parametrize("optimizer", ["Adam", *slow("SGD", "momentum")])
 def test_what_four_ranks_wrote_others_read_and_train_on_the_same(
     rank_pool: RankPool, tmp_path: Path, writes: str, reads: str, optimizer: str, after: int
 ) -> None:
@@ -152,7 +151,7 @@ def test_we_read_what_torch_writes(world: World, tmp_path: Path, api: str) -> No
 
 
 @ranks(4)
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", [False, *slow(True)])
 def test_replicas_write_each_byte_once(world: World, tmp_path: Path, offload: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     options = {"offload_policy": fullshard.CPUOffloadPolicy(pin_memory=False)} if offload else {}
@@ -169,8 +168,8 @@ def test_replicas_write_each_byte_once(world: World, tmp_path: Path, offload: bo
 
 
 @ranks(4)
-@apis
-@pytest.mark.parametrize("data", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("api", some(APIS, ["fully_shard"]))
+@pytest.mark.parametrize("data", [2, *slow(4)])
 def test_beside_tensor_parallel_what_it_did_not_cut_is_written_once(
     world: World, tmp_path: Path, api: str, data: int
 ) -> None:
