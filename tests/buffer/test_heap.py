@@ -85,6 +85,7 @@ print(held - resident())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(heap._libc, "mallinfo2"), reason="not glibc")
 def test_freed_memory_between_what_is_in_use_is_bounded() -> None:
     holes, returned, total, kept = map(float, printed_by(BOUNDED).split())

@@ -39,6 +39,7 @@ from tests.comm.cases import (
     transfers_of,
 )
 from tests.harness import World, ranks
+from tests.harness.slow import some
 
 TRANSPORTS = {
     "p2p": PointToPointTransport,
@@ -61,6 +62,8 @@ SHAPES = {
 SECTIONS = {name: (Section(torch.float32, shapes),) for name, shapes in SHAPES.items()}
 
 each_transport = pytest.mark.parametrize("transport_name", TRANSPORTS)
+#: Of tests of what no size and no number of rounds changes.
+some_transports = pytest.mark.parametrize("transport_name", some([*TRANSPORTS, "shm"], ("p2p", "collective", "shm")))
 #: The ranks of a host gather as messages what does not lie in memory that they share.
 each_reducing_transport = pytest.mark.parametrize("transport_name", [*TRANSPORTS, "shm"])
 each_layout = pytest.mark.parametrize("layout", ["even", "flat", "ragged"])
@@ -194,7 +197,7 @@ def test_messages_and_zero_copy_gradients_are_reduced_as_they_are(
 
 
 @ranks(2, 3)
-@each_reducing_transport
+@some_transports
 @pytest.mark.parametrize("shard_dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_the_result_is_cast_to_the_dtype_of_the_shard(
@@ -205,7 +208,7 @@ def test_the_result_is_cast_to_the_dtype_of_the_shard(
 
 
 @ranks(2)
-@each_reducing_transport
+@some_transports
 @each_layout
 @pytest.mark.parametrize("reduction", [Reduction(), Reduction(7.0), Reduction(0.5), Reduction(2.0, sum_only=True)])
 def test_the_sum_is_divided_by_any_divisor(
@@ -216,7 +219,7 @@ def test_the_sum_is_divided_by_any_divisor(
 
 
 @ranks(4)
-@each_reducing_transport
+@some_transports
 @pytest.mark.parametrize("value", [30_000.0, 2 * 2.0**-24], ids=["overflow", "underflow"])
 def test_the_mean_of_fp16_neither_overflows_nor_vanishes(world: World, transport_name: str, value: float) -> None:
     """The sum would overflow if it were divided last, the terms would vanish if they were divided first."""
@@ -228,7 +231,7 @@ def test_the_mean_of_fp16_neither_overflows_nor_vanishes(world: World, transport
 
 
 @ranks(4)
-@each_reducing_transport
+@some_transports
 @each_layout
 def test_ranks_of_a_subgroup_are_numbered_within_it(world: World, transport_name: str, layout: LayoutName) -> None:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -245,7 +248,7 @@ def test_ranks_of_a_subgroup_are_numbered_within_it(world: World, transport_name
 
 
 @ranks(3)
-@each_reducing_transport
+@some_transports
 def test_exchanges_that_overlap_do_not_mix(world: World, transport_name: str) -> None:
     transport = make(transport_name)
     cases = [Case("even", mixed(ODD, LARGE)), Case("flat", mixed(LARGE)), Case("even", mixed(TINY))]
@@ -271,7 +274,7 @@ def test_exchanges_that_overlap_do_not_mix(world: World, transport_name: str) ->
 
 
 @ranks(2)
-@each_reducing_transport
+@some_transports
 @each_layout
 def test_shards_may_be_new_tensors_in_every_reduction(world: World, transport_name: str, layout: LayoutName) -> None:
     transport = make(transport_name)
@@ -351,7 +354,7 @@ def test_inference_mode_may_come_and_go(world: World, transport_name: str, first
 
 
 @ranks(2)
-@each_reducing_transport
+@some_transports
 def test_tensors_that_do_not_fit_their_plan_are_refused(world: World, transport_name: str) -> None:
     transport = make(transport_name)
     (transfer,) = transfers_of(Case("even", mixed(ODD)), world.size, transport=transport)
@@ -372,7 +375,7 @@ def test_tensors_that_do_not_fit_their_plan_are_refused(world: World, transport_
 
 
 @ranks(2)
-@each_reducing_transport
+@some_transports
 def test_no_transfers_are_nothing_to_do(world: World, transport_name: str) -> None:
     transport = make(transport_name)
     gather(transport, [], group(), 0).finish()

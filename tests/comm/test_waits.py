@@ -16,6 +16,7 @@ import fullshard
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.comm.waits import WAITS, PeerFailureError, describe, waiting
 from tests.harness import World, ranks
+from tests.harness.slow import slow
 
 
 def seen_in(wait: Callable[[], object], is_late: bool) -> list[str]:
@@ -76,7 +77,7 @@ def test_an_error_that_is_no_backends_stays_as_it_is(world: World, error: Except
     "error",
     [
         RuntimeError("[/b/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset"),
-        dist.DistBackendError("NCCL communicator was aborted"),
+        *slow(dist.DistBackendError("NCCL communicator was aborted")),
     ],
     ids=["gloo", "NCCL"],
 )

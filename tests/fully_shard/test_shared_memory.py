@@ -352,6 +352,7 @@ def tensor_parallel(world: World) -> Iterator[Any]:
     yield from steps(world, pauses.watch(model), sgd(model), 3, inputs(world.rank // 2))
 
 
+@pytest.mark.slow
 @ranks(4)
 @first_of("tell", replicas, tensor_parallel)
 def test_on_meshes_of_two_dims(world: World, tell: Story) -> None:

@@ -101,7 +101,7 @@ def compare(name: str, placement: Callable[[nn.Parameter], Any]) -> tuple[Any, A
 
 
 @ranks(1, 2, 3, 4)
-@each(*LOW_BIT)
+@each(*LOW_BIT, quick=lambda name: name in ("torchao.Adam8bit", "bitsandbytes.Adam8bit"))
 def test_quantized_state_is_that_of_the_whole(world: World, name: str) -> None:
     model, optimizer = compare(name, lambda param: Ragged(block=4096))
     state = optimizer.state[model[0].weight]
@@ -113,7 +113,7 @@ def test_quantized_state_is_that_of_the_whole(world: World, name: str) -> None:
 
 
 @ranks(1, 2, 3, 4)
-@each(*OF_MATRICES)
+@each(*OF_MATRICES, quick=lambda name: name == "torch.Muon")
 def test_matrices_are_whole(world: World, name: str) -> None:
     model, _ = compare(name, lambda param: Ragged() if param.ndim == 2 else None)
     for param in (model[0].weight, model[2].weight, model[4].weight):
@@ -183,7 +183,7 @@ def test_state_that_cannot_be_cut_for_other_ranks_is_not_saved(world: World, tmp
 
 @each(
     *(name for name in [*LOW_BIT, *OF_MATRICES] if name not in REFUSED),
-    quick=lambda name: name in ("torch.Muon", "torchao.Adam8bit"),
+    quick=lambda name: name == "torch.Muon",
 )
 def test_state_is_loaded_by_other_numbers_of_ranks(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
     expected = run(rank_pool, save_and_load, 2, tmp_path, name, False)[0]

@@ -29,6 +29,7 @@ from tests.fully_shard.cases import inputs, shard_mlp
 from tests.harness import RankPool, World, failure_report, ranks
 from tests.harness.compare import whole
 from tests.harness.models import MLP, seeded
+from tests.harness.slow import slow, some
 
 EVERY = 4
 INT4 = WirePolicy("int4", "int4", min_numel=0)
@@ -172,11 +173,12 @@ def check(world: World, case: Case, shards: int) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, ("nesterov", "fragments", "overlap", "all of it")))
 def test_replicas_train_as_in_one_process(world: World, name: str) -> None:
     check(world, CASES[name], 1)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_replicas_exchange_changes_by_collectives(world: World) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = "collective"
@@ -184,7 +186,7 @@ def test_replicas_exchange_changes_by_collectives(world: World) -> None:
 
 
 @ranks(2, transport="checked")
-@pytest.mark.parametrize("name", [pytest.param("nesterov", marks=pytest.mark.slow), "all of it"])
+@pytest.mark.parametrize("name", ["all of it", *slow("nesterov")])
 def test_meetings_are_ordered_on_a_device(world: World, name: str) -> None:
     check(world, CASES[name], 1)
 
@@ -210,6 +212,7 @@ def test_replicas_exchange_nothing_between_meetings(world: World) -> None:
     assert exchanged <= traffic.asked < exchanged + 300, "half of the changes, half of their mean, and a comparison"
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_the_norm_of_gradients_and_gradients_are_those_of_a_replica(world: World) -> None:
     model, optimizer, _ = training(world, Case())
@@ -380,6 +383,7 @@ def load_on(world: World, path: Path, case: Case, replicas: int) -> None:
         torch.testing.assert_close(whole(optimizer.state[param]["exp_avg"]), same.state[before]["exp_avg"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_a_checkpoint_is_loaded_by_more_ranks_and_replicas(rank_pool: RankPool, replicas: int, tmp_path: Path) -> None:
     case = Case(outer=nesterov)
@@ -580,7 +584,7 @@ def test_replicas_that_are_at_different_steps_are_told_so(world: World) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("outer", [None, nesterov])
+@pytest.mark.parametrize("outer", [nesterov, *slow(None)])
 def test_changes_travel_encoded_and_replicas_agree(world: World, outer: Any) -> None:
     trained = list[list[torch.Tensor]]()
     for policy in (WirePolicy(), WirePolicy("int8", "int8", min_numel=0), replace(INT4, min_numel=43)):

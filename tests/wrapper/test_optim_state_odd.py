@@ -35,6 +35,7 @@ from tests.checkpoint.cases import (
 from tests.fully_shard.cases import first_of
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
+from tests.harness.slow import slow
 
 
 class Odd(Optimizer):
@@ -248,6 +249,7 @@ def test_rank0_only(world: World, use_orig_params: bool) -> None:
         to_load(model, optimizer, None)
 
 
+@pytest.mark.slow
 @ranks(4)
 @first_of("use_orig_params", True, False)
 @first_of("kind", "SHARDED", "FULL")
@@ -271,7 +273,7 @@ def test_hybrid_sharding(world: World, use_orig_params: bool, kind: str) -> None
 
 @ranks(3)
 @both_ways
-@pytest.mark.parametrize("rank0_only", [True, False])
+@pytest.mark.parametrize("rank0_only", [True, *slow(False)])
 def test_a_model_of_only_some_ranks(world: World, use_orig_params: bool, rank0_only: bool) -> None:
     """Nobody has to say which: the others do not take part."""
     for shape in ((1, 2), (2, 1), (2,)) if world.rank > 0 else ():
