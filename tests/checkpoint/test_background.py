@@ -71,29 +71,6 @@ def fail(self: BlockWriter) -> None:
     raise OSError(28, os.strerror(28))
 
 
-@ranks(2)
-@pytest.mark.parametrize("call", ["save", "load", "wait_until_finished"])
-def test_a_failure_in_the_background_is_raised_by_the_next_call_on_all_ranks(
-    world: World, tmp_path: Path, call: str
-) -> None:
-    model = sharded("fully_shard")
-    with pytest.MonkeyPatch.context() as patch:
-        if world.rank == 1:
-            patch.setattr(BlockWriter, "close", fail)
-        checkpoint.save(tmp_path, model, wait=False)
-        with pytest.raises(CheckpointError, match=r"in the background, failed: rank 1: .*No space left on device"):
-            {
-                "save": lambda: checkpoint.save(tmp_path, model),
-                "load": lambda: checkpoint.load(tmp_path, model),
-                "wait_until_finished": checkpoint.wait_until_finished,
-            }[call]()
-    dist.barrier()
-    assert list(tmp_path.iterdir()) == []
-    dist.barrier()
-    checkpoint.save(tmp_path, model, wait=False)
-    assert checkpoint.save(tmp_path, model) == tmp_path / "step-00000001"
-
-
 @pytest.mark.slow
 def test_saves_at_the_end_of_a_program_are_written_and_a_failure_is_told_and_is_its_status(tmp_path: Path) -> None:
     program = f"""

@@ -39,7 +39,6 @@ from tests.checkpoint.stores import (
     s3_bucket,
     web_server,
 )
-from tests.harness import World, ranks
 from tests.harness.slow import slow
 
 
@@ -494,26 +493,6 @@ def test_wherever_a_save_is_killed_the_older_or_the_newer_one_is_whole(tmp_path:
     while _whole_after_kill(f"faulty://{tmp_path}/{at}", at):
         at += every
     assert at > 20
-
-
-@ranks(2)
-def test_ranks_save_and_load_a_sharded_model(world: World, tmp_path: Path) -> None:
-    import fullshard
-
-    url = f"faulty://{tmp_path}/run"
-    model = fullshard.fully_shard(model_of(1))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 64)).sum().backward()
-    optimizer.step()
-    for step, wait in ((1, True), (2, False)):
-        checkpoint.save(url, model, optimizer, step=step, wait=wait, state={"seen": 10 * step + world.rank})
-    assert str(checkpoint.wait_until_finished()).endswith("step-00000002")
-    other = fullshard.fully_shard(model_of(2))
-    again = torch.optim.AdamW(other.parameters())
-    state = checkpoint.load(url, other, again)
-    assert state == {"step": 2, "seen": 20 + world.rank}
-    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine.to_local(), theirs.to_local())  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

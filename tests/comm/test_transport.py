@@ -120,12 +120,6 @@ def test_every_rank_gathers_all_parameters(world: World, transport_name: str, la
 
 @ranks(2)
 @each_transport
-def test_parameters_that_move_where_they_lie_are_gathered_beside_others(world: World, transport_name: str) -> None:
-    check_gather(world, transport_name, Case("even", SECTIONS["zero-copy"]))
-
-
-@ranks(2)
-@each_transport
 def test_sections_may_lie_in_memory_of_their_own(world: World, transport_name: str) -> None:
     case = Case("even", mixed(ODD, TINY, LARGE))
     apart = [transfers_of(Case("even", (section,)), world.size)[0] for section in case.sections]

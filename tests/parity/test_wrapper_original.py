@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.harness import World, ranks
-from tests.harness.compare import Batch, Call, Precision, adamw, compare, mean_square, sgd, unwrapped, whole_parameters
+from tests.harness.compare import Batch, Call, Precision, adamw, compare, mean_square, sgd, whole_parameters
 from tests.harness.models import MLP, Branches, OddParameters, Transformer, random_batch, seeded, token_batch
 from tests.harness.slow import slow
 from tests.harness.wrapper import (
@@ -58,19 +58,6 @@ def test_an_optimizer_built_before_wrapping(world: World, strategy: str) -> None
 
     case = training(wrap_blocks(strategy=strategy), build=build, optimizer=lambda parameters: optimizers[-1], steps=3)
     compare(world, case)
-
-
-@ranks(2, transport="shm")
-def test_the_parameters_stay_the_same_objects(world: World) -> None:
-    for fsdp in WRAPPERS.values():
-        model = seeded(MLP)
-        before = dict(model.named_parameters())
-        wrapped = wrap_blocks()(fsdp, model)
-        for _ in range(2):
-            after = {unwrapped(name): parameter for name, parameter in wrapped.named_parameters()}
-            assert list(after) == list(before)
-            assert all(after[name] is parameter for name, parameter in before.items())
-            mean_square(wrapped, random_batch(4, 6)(world.rank)).backward()
 
 
 @ranks(1, 2, 3, 4, transport="shm")

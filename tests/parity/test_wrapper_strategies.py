@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -12,14 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.harness import World, ranks
-from tests.harness.compare import Precision, adamw, compare, first_difference, sgd, train_sharded, train_unsharded
+from tests.harness.compare import Precision, adamw, compare, sgd
 from tests.harness.models import MixedDtypes, Transformer, seeded, token_batch
 from tests.harness.slow import slow
 from tests.harness.wrapper import (
-    EACH_WRAPPER,
     HYBRID,
     ORIGINAL,
-    WRAPPERS,
     no_sync_before,
     training,
     wrap_blocks,
@@ -95,26 +92,6 @@ def test_bf16_parameters_reduced_in_fp32(world: World, strategy: str, original: 
     precision = Precision(BF16, FP32)
     shard = wrap_blocks(strategy=strategy, original=original, precision=precision)
     compare(world, training(shard, precision=precision, optimizer=adamw))
-
-
-@pytest.mark.slow
-@ranks(2, transport="shm")
-@EACH_WRAPPER
-@EACH_STRATEGY
-@ORIGINAL
-@pytest.mark.parametrize("param_dtype", [None, BF16])
-def test_reduced_in_bf16(
-    world: World, library: str, strategy: str, original: bool, param_dtype: torch.dtype | None
-) -> None:
-    # What travels is bf16. The mean is kept in fp32 or rounded to bf16, depending on who adds up.
-    precision = Precision(param_dtype, BF16)
-    case = training(wrap_blocks(strategy=strategy, original=original, precision=precision), precision=precision)
-    steps = train_sharded(case, WRAPPERS[library], world.rank, world.size)
-    differences = [
-        first_difference(steps, train_unsharded(replace(case, mean_dtype=dtype), world.rank, world.size))
-        for dtype in (BF16, FP32)
-    ]
-    assert None in differences, differences
 
 
 @ranks(2, 3)

@@ -286,23 +286,3 @@ def test_groups_and_meshes(world: World) -> None:
         assert data[0].shard_size == 2, way
         assert (data[0].replicate_group is not None) == ("sharding_strategy" in way), way
         assert torch.allclose(model(*BATCH(0)), seeded(MLP)(*BATCH(0)), atol=1e-6)
-
-
-@ranks(1)
-def test_one_rank_has_nothing_to_shard_over(world: World) -> None:
-    for fsdp in WRAPPERS.values():
-        with pytest.warns(UserWarning, match="NO_SHARD"):
-            model = wrap_with(fsdp, seeded(MLP))
-        assert model.sharding_strategy is fsdp.ShardingStrategy.NO_SHARD
-
-
-def test_arguments_of_a_wrong_type_are_named() -> None:
-    wrong = {
-        "sharding_strategy": "FULL_SHARD",
-        "cpu_offload": True,
-        "backward_prefetch": "BACKWARD_PRE",
-        "mixed_precision": torch.bfloat16,
-    }
-    for name, value in wrong.items():
-        with fake_world(2), pytest.raises(TypeError, match=name):
-            FSDP(seeded(MLP), **{name: value})  # type: ignore[arg-type]
