@@ -152,7 +152,7 @@ def test_every_rank_gets_the_mean_of_what_it_owns(
 
 
 @ranks(2, 3)
-@each_transport
+@pytest.mark.parametrize("transport_name", some(TRANSPORTS, ("p2p", "collective")))
 @pytest.mark.parametrize("layout", ["even", "ragged"])
 @pytest.mark.parametrize("is_selected", [False, True])
 def test_messages_and_zero_copy_gradients_are_reduced_as_they_are(

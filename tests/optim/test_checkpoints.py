@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from tests.harness import World, ranks
+from tests.harness.slow import slow
 from tests.optim.cases import (
     FOREACH,
     FUSED,
@@ -30,7 +31,7 @@ from tests.optim.cases import (
     sharded,
 )
 
-HOW = pytest.mark.parametrize("how", [LOOP, FOREACH, FUSED], ids=["loop", "foreach", "fused"])
+HOW = pytest.mark.parametrize("how", [FOREACH, *slow(LOOP, FUSED)], ids=["foreach", "loop", "fused"])
 
 
 @ranks(1, 2, 3)

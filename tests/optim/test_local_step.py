@@ -19,7 +19,7 @@ from tests.fully_shard.cases import inputs, local
 from tests.harness import World, ranks
 from tests.harness.compare import each_block
 from tests.harness.models import MixedDtypes, OddParameters, Transformer, seeded, token_batch
-from tests.harness.slow import some
+from tests.harness.slow import slow, some
 from tests.optim.cases import (
     BEYOND_TORCH,
     FOREACH,
@@ -37,7 +37,7 @@ from tests.optim.cases import (
 from tests.parity.test_composition import split_over
 
 QUICK = [*(name for name in OPTIMIZERS if name.endswith("foreach")), "SGD loop", "AdamW loop", "AdamW fused"]
-HOW = pytest.mark.parametrize("how", [LOOP, FOREACH, FUSED], ids=["loop", "foreach", "fused"])
+HOW = pytest.mark.parametrize("how", [FOREACH, FUSED, *slow(LOOP)], ids=["foreach", "fused", "loop"])
 
 
 @ranks(1, 2, 3)

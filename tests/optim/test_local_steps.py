@@ -229,7 +229,7 @@ def test_the_norm_of_gradients_and_gradients_are_those_of_a_replica(world: World
 
 
 @ranks(2)
-@pytest.mark.parametrize("method", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@pytest.mark.parametrize("method", ["set_requires_all_reduce", *slow("set_requires_gradient_sync")])
 def test_gradients_accumulate(world: World, method: str) -> None:
     model, optimizer, _ = training(world, Case(inner=plain_sgd, every=2))
     simulation = Simulation(Case(inner=plain_sgd, every=2))
