@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -14,7 +13,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -311,25 +309,13 @@ def test_a_damaged_note_of_the_newest_is_told_and_the_listing_is_used(url: str) 
         assert loaded(url) == step + 1
 
 
-class _Pages(SimpleHTTPRequestHandler):
-    """A web server that lists no directories."""
-
-    def list_directory(self, path: Any) -> None:
-        self.send_error(404)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 def test_a_web_server_has_a_whole_checkpoint_or_it_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, model = checkpoint.save(tmp_path, model_of(1), step=1), model_of(-1)
     assert path is not None
     shutil.copytree(path, tmp_path / "renamed")
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Pages, directory=str(tmp_path))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with web_server(tmp_path) as url:
         assert checkpoint.load(f"{url}/{path.name}", model) == {"step": 1}
         assert all(torch.equal(value, model_of(1).state_dict()[name]) for name, value in model.state_dict().items())
         for wrong in ("typo", "step-00000002", f"{path.name}/manifest.json"):
@@ -339,7 +325,6 @@ def test_a_web_server_has_a_whole_checkpoint_or_it_is_an_error(
             (tmp_path / name / "__0_0.distcp").write_bytes(b"")
             with pytest.warns(UserWarning, match="skipped"), pytest.raises(CheckpointError, match="has 0 bytes, but"):
                 checkpoint.load(f"{url}/{name}", model)
-        server.shutdown()
     capsys.readouterr()
     assert main(["checkpoint", "show", url]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1

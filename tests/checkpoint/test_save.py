@@ -118,7 +118,7 @@ def test_models_with_everything_come_back_bit_for_bit(
 
 
 @ranks(2)
-@apis
+@pytest.mark.parametrize("api", some(APIS, ("fully_shard", "fragments")))
 def test_torch_reads_what_we_write(world: World, tmp_path: Path, api: str) -> None:
     model = sharded(api, Net)
     optimizer = optimizer_of(model, "AdamW")
@@ -137,7 +137,7 @@ def test_torch_reads_what_we_write(world: World, tmp_path: Path, api: str) -> No
 
 
 @ranks(2)
-@apis
+@pytest.mark.parametrize("api", some(APIS, ("fully_shard", "fragments")))
 def test_we_read_what_torch_writes(world: World, tmp_path: Path, api: str) -> None:
     model = sharded(api, Net)
     optimizer = optimizer_of(model, "AdamW")
@@ -360,7 +360,7 @@ class Adapted(nn.Module):
 
 
 @ranks(2)
-@apis
+@pytest.mark.parametrize("api", some(APIS, ("fully_shard", "fragments")))
 def test_adapters_are_saved_alone(world: World, tmp_path: Path, api: str) -> None:
     model = sharded(api, Adapted)
     optimizer = torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
@@ -487,7 +487,7 @@ def test_buffers_that_differ_between_ranks_are_those_of_one_rank(world: World, t
 
 
 @ranks(2)
-@apis
+@pytest.mark.parametrize("api", some(APIS, ("fully_shard", "fragments")))
 def test_what_a_checkpoint_has_not_of_an_optimizer_is_left_as_it_is(world: World, tmp_path: Path, api: str) -> None:
     model = sharded(api)
     optimizer = optimizer_of(model, "AdamW")

@@ -36,7 +36,7 @@ def tokens(seed: int) -> Tensor:
 
 @ranks(2, timeout=120)
 @first_of("when", "a whole model", "blocks before sharding", "blocks after sharding")
-@first_of("backend", "aot_eager", "eager")
+@first_of("backend", "eager", "aot_eager")
 def test_compiled(world: World, backend: str, when: str) -> None:
     model, reference = seeded(lambda: MLP((6, 6, 6))), seeded(lambda: MLP((6, 6, 6)))
     for block in model.blocks:

@@ -7,11 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.tensor import DTensor
 
 import fullshard
@@ -20,7 +15,6 @@ from tests.fully_shard.cases import (
     Library,
     are_sharded,
     assert_close,
-    first_of,
     groups_of,
     inputs,
     local,
@@ -94,28 +88,6 @@ def test_a_missing_key_is_said_and_hooks_of_users_run(world: World) -> None:
     del state["scale"]
     with pytest.raises(RuntimeError, match="scale"):
         model.load_state_dict(state)
-
-
-@ranks(2)
-@BOTH
-@first_of("cpu_offload", True, False)
-def test_full_model_state_dicts(world: World, fsdp: Library, cpu_offload: bool) -> None:
-    model, reference = shard_mlp(fsdp), seeded(MLP)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
-    state = get_model_state_dict(model, options=options)
-    if cpu_offload and world.rank > 0:
-        assert state == {}
-    else:
-        assert list(state) == list(reference.state_dict())
-        assert all(torch.equal(state[name], value) for name, value in reference.state_dict().items())
-    other = seeded(MLP, seed=1)
-    each_block()(fsdp, other)
-    set_model_state_dict(
-        other,
-        reference.state_dict() if world.rank == 0 else {},
-        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-    )
-    assert_close(other(inputs()), reference(inputs()), "output")
 
 
 @ranks(2)

@@ -193,7 +193,7 @@ def test_state_is_loaded_by_other_numbers_of_ranks(rank_pool: RankPool, tmp_path
 
 
 @ranks(2, 3)
-@each("torch.AdamW", "torch.Muon", "torchao.Adam8bit")
+@each("torch.AdamW", "torch.Muon", "torchao.Adam8bit", quick=lambda name: name != "torchao.Adam8bit")
 def test_state_of_a_model_with_other_cuts_is_cut_again(world: World, name: str) -> None:
     """The state dict of the optimizer is loaded as it is: the model that is sharded next begins with the next rank."""
     with pytest.MonkeyPatch.context() as patch:

@@ -78,7 +78,7 @@ def test_a_step_from_the_disk_is_the_step_in_memory(world: World, name: str) -> 
 
 
 @ranks(2)
-@pytest.mark.parametrize("shares", some(SHARES, ("state", "half")))
+@pytest.mark.parametrize("shares", some(SHARES, ["half"]))
 def test_a_share_may_be_on_the_disk(world: World, shares: str) -> None:
     compare(world, "AdamW", shares)
 
@@ -178,7 +178,7 @@ def train_in_backward(model: Any, world: World, change: bool) -> list[Tensor]:
 
 @ranks(1, 2)
 @pytest.mark.parametrize("change", [False, True])
-@pytest.mark.parametrize("shares", ["all", "half", *slow("state", "cached, little staging")])
+@pytest.mark.parametrize("shares", ["half", *slow("all", "state", "cached, little staging")])
 def test_optimizers_that_step_in_backward_read_ahead_what_is_there_then(
     world: World, shares: str, change: bool, tmp_path: Path
 ) -> None:

@@ -483,14 +483,10 @@ def test_steps_that_nobody_counts_are_refused(world: World) -> None:
         step(twin, its_optimizer, batch_of(world.rank, 1))
     with local_steps.global_parameters(), pytest.raises(RuntimeError, match="inside of global_parameters"):
         optimizer.step()
-    twin.load_state_dict(seeded_state(world))
+    twin.load_state_dict(shard_mlp(mesh=mesh_of(world)).state_dict())
     LocalSteps(twin, its_optimizer, every=1)
     step(twin, its_optimizer, batch_of(world.rank, 2))
     assert torch.equal(*gathered(whole(twin.scale)))
-
-
-def seeded_state(world: World) -> dict[str, Any]:
-    return shard_mlp(mesh=mesh_of(world)).state_dict()
 
 
 @ranks(2)

@@ -49,17 +49,16 @@ def training_with(precision: Precision, **changes: Any) -> Training:
     return Training(**{**defaults, **changes})
 
 
-def reduce_after_the_last(model: Any, micro: int) -> None:
-    model.set_requires_gradient_sync(micro == 2)
-
-
 @ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_bf16_parameters_reduced_in_fp32(world: World, optimizer: Any, micro_batches: int) -> None:
     precision, changes = Precision(BF16, FP32), {"optimizer": optimizer}
     if micro_batches > 1:
-        changes |= {"micro_batches": micro_batches, "set_up_micro": reduce_after_the_last}
+        changes |= {
+            "micro_batches": micro_batches,
+            "set_up_micro": lambda model, micro: model.set_requires_gradient_sync(micro == 2),
+        }
     mesh = world.mesh(2, 2, names=("replicate", "shard")) if world.size == 4 else None
     compare(world, training_with(precision, shard=each_block(precision=precision, mesh=mesh), **changes))
 

@@ -52,10 +52,6 @@ def sharded(world: World, stage: str, build: Any = MLP) -> Any:
     return model
 
 
-def by_last_dim(param: nn.Parameter) -> Shard:
-    return Shard(param.ndim - 1)
-
-
 def reducing_each(model: Any, micro: int) -> None:
     """Every micro-batch is reduced, which is what happens unasked."""
 
@@ -139,7 +135,7 @@ def test_offloaded_parameters(world: World, stage: str) -> None:
     ("stage", "options"),
     [
         ("outer 3", {"reshard_after_forward": 2}),
-        ("outer 3", {"shard_placement_fn": by_last_dim}),
+        ("outer 3", {"shard_placement_fn": lambda param: Shard(param.ndim - 1)}),
         ("0", {"mesh": (2, 2)}),
     ],
     ids=["smaller mesh", "last dim", "stage 0 of two dims"],

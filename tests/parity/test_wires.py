@@ -180,10 +180,6 @@ def check(world: World, transport: str, policy: WirePolicy, **changes: Any) -> N
     assert_equal_steps(found, train_with_wires(training, world.rank, world.size, policy), f"{transport} {policy}")
 
 
-def accumulating(model: Any, micro: int) -> None:
-    model.set_requires_gradient_sync(micro == LAST)
-
-
 @on_ranks(2, 3)
 @pytest.mark.parametrize("transport", ["p2p", "collective"])
 @pytest.mark.parametrize("name", some(POLICIES, QUICK))
@@ -205,7 +201,10 @@ def branches(seed: int) -> tuple[Tensor, Tensor]:
 
 CASES: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"options": {"zero_stage": stage}, "optimizer": adamw} for stage in (1, 2)},
-    "micro-batches": {"micro_batches": LAST + 1, "set_up_micro": accumulating},
+    "micro-batches": {
+        "micro_batches": LAST + 1,
+        "set_up_micro": lambda model, micro: model.set_requires_gradient_sync(micro == LAST),
+    },
     "offloaded": {"options": {"offload_policy": fullshard.CPUOffloadPolicy()}},
     "scalars and gaps": {"build": lambda: seeded(lambda: OddParameters(non_contiguous=False))},
     "frozen": {"build": with_a_frozen_block},
@@ -228,10 +227,6 @@ def test_mixed_precision(world: World, transport: str, reduce_dtype: torch.dtype
     check(world, transport, POLICIES[name], precision=Precision(torch.bfloat16, reduce_dtype))
 
 
-def numbered(seed: int) -> tuple[Tensor, Tensor]:
-    return *random_batch(4, 6)(seed), torch.tensor(seed)
-
-
 def overflowing(call: Any, batch: tuple[Tensor, ...]) -> Tensor:
     """A loss whose gradients are infinite or NaN on the first rank of two in the second step."""
     loss: Tensor = call(batch[0]).square().mean()
@@ -250,7 +245,12 @@ def without_infinities(model: torch.nn.Module) -> None:
 def test_a_step_that_a_scaler_skips_leaves_nothing_and_the_scale_is_followed(
     world: World, transport: str, name: str
 ) -> None:
-    steps = {"loss": overflowing, "batch": numbered, "steps": 4, "after_backward": without_infinities}
+    steps = {
+        "loss": overflowing,
+        "batch": lambda seed: (*random_batch(4, 6)(seed), torch.tensor(seed)),
+        "steps": 4,
+        "after_backward": without_infinities,
+    }
     check(world, transport, POLICIES[name], scaler=scaler, **steps)
 
 

@@ -56,7 +56,7 @@ def hybrid_groups(world: World, kind: str) -> dict[str, Any]:
 
 @ranks(4)
 @pytest.mark.parametrize("strategy", [HYBRID[0], *slow(HYBRID[1])])
-@pytest.mark.parametrize("kind", ["groups", "mesh"])
+@pytest.mark.parametrize("kind", ["mesh", *slow("groups")])
 @ORIGINAL
 def test_hybrid_strategies(world: World, strategy: str, kind: str, original: bool) -> None:
     compare(world, training(wrap_blocks(strategy=strategy, original=original, **hybrid_groups(world, kind))))

@@ -191,7 +191,7 @@ def test_an_optimizer_of_some_parameters(world: World, use_orig_params: bool) ->
 
 
 @ranks(2)
-@both_ways
+@first_of("use_orig_params", True, False)
 def test_scalar_parameters(world: World, use_orig_params: bool) -> None:
     class Scaled(MLP):
         def __init__(self) -> None:
@@ -228,7 +228,7 @@ def test_nothing_is_shared_with_the_optimizer(world: World, use_orig_params: boo
 
 
 @ranks(2)
-@both_ways
+@first_of("use_orig_params", False, True)
 def test_rank0_only(world: World, use_orig_params: bool) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     optimizer = optimizer_of(model, "Adam")
@@ -272,7 +272,7 @@ def test_hybrid_sharding(world: World, use_orig_params: bool, kind: str) -> None
 
 
 @ranks(3)
-@both_ways
+@first_of("use_orig_params", True, False)
 @pytest.mark.parametrize("rank0_only", [True, *slow(False)])
 def test_a_model_of_only_some_ranks(world: World, use_orig_params: bool, rank0_only: bool) -> None:
     """Nobody has to say which: the others do not take part."""
@@ -316,6 +316,7 @@ def test_dtensors_of_any_placement_are_loaded(world: World, use_orig_params: boo
         assert_same(to_load(model, optimizer, saved), optimizer.state_dict())
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_beside_tensor_parallel(world: World) -> None:
     mesh = world.mesh(2, 2, names=("data", "tensor"))

@@ -207,7 +207,7 @@ TREES: dict[str, Callable[..., Any]] = {
 
 
 @ranks(2)
-@ORIGINAL
+@first_of("original", True, False)
 def test_state_dicts_of_other_trees_are_torchs(world: World, original: bool) -> None:
     """Names are without checkpoint wrappers, and what is ignored is there as it is."""
 
@@ -222,7 +222,7 @@ def test_state_dicts_of_other_trees_are_torchs(world: World, original: bool) -> 
 
 
 @ranks(2)
-@ORIGINAL
+@first_of("original", False, True)
 def test_between_the_parts_of_a_step_and_after_steps(world: World, original: bool) -> None:
     """Making a state dict disturbs neither the step that is under way nor the next."""
     plain, model = build(), wrapped(fullshard, build(), original=original)
