@@ -77,6 +77,7 @@ def test_what_is_written_while_training_goes_on_is_what_was_given(
     assert_same(held(loaded), given)
 
 
+@pytest.mark.slow
 @ranks(2)
 @TRANSPORTS
 def test_local_shards_of_several_dtypes_are_written_too(world: World, transport: str, tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def reads(world: World, folder: Path, cut: str) -> tuple[list[tuple[str, int]], 
     return blocks, sum(lengths), sum(each.nbytes for each in held)
 
 
-@pytest.mark.parametrize("cut", ["rows", *slow("fragments", "flat")])
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["rows", "fragments", "flat"])
 def test_a_rank_reads_what_it_needs_once(rank_pool: RankPool, tmp_path: Path, cut: str) -> None:
     run(rank_pool, save_rows, 2, tmp_path)
     for size in (2, 3, 1):

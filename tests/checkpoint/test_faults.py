@@ -36,7 +36,6 @@ from fullshard.checkpoint.blocks import checksum
 from tests.checkpoint.cases import save_at
 from tests.harness import RankPool, World, failure_report, ranks
 from tests.harness.models import MLP, seeded
-from tests.harness.slow import slow
 
 #: Calls of the system and of gloo in a save, each of which may be the last thing that a rank does.
 CALLS = ("os.write", "os.fsync", "os.rename", "os.open", "os.close", "pathlib.Path.mkdir", "fcntl.flock",
@@ -256,7 +255,8 @@ def save_to_full_disk(world: World, disk: Path, wait: bool) -> str:
     return "saved"
 
 
-@pytest.mark.parametrize("wait", [True, *slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", [True, False])
 def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_nothing(
     rank_pool: RankPool, tmp_path: Path, wait: bool
 ) -> None:

@@ -126,7 +126,8 @@ def loaded(world: World, folder: Path) -> dict[str, torch.Tensor]:
     return gradients(model, None)
 
 
-@pytest.mark.parametrize("size", [2, *slow(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 def test_it_is_loaded_on_another_number_of_ranks_with_another_wire(
     rank_pool: RankPool, tmp_path: Path, size: int
 ) -> None:

@@ -38,7 +38,7 @@ OF_TORCH = sorted(
 )
 OF_TORCHAO = ["Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8"]
 #: Rows of the table, which the quick lane loads on some of the ranks and front ends.
-QUICK = ["AdamW", "Adafactor"]
+QUICK = ["Adafactor"]
 WRAPPED = APIS[1:]
 
 ANY, SAME = "any ranks and front end", "the same ranks and sharding"

@@ -85,8 +85,8 @@ def run(pool: RankPool, function: Callable[..., Any], size: int, *args: Any) -> 
 
 
 @pytest.mark.parametrize("after", [2, 1, *slow(4, 3)])
-@pytest.mark.parametrize("reads", APIS)
-@pytest.mark.parametrize("writes", APIS)
+@pytest.mark.parametrize("reads", some(APIS, ("fully_shard", "flat")))
+@pytest.mark.parametrize("writes", some(APIS, ("fully_shard", "fragments")))
 @pytest.mark.parametrize("optimizer", ["Adam", *slow("SGD", "momentum")])
 def test_what_four_ranks_wrote_others_read_and_train_on_the_same(
     rank_pool: RankPool, tmp_path: Path, writes: str, reads: str, optimizer: str, after: int
@@ -167,9 +167,10 @@ def test_replicas_write_each_byte_once(world: World, tmp_path: Path, offload: bo
     assert_same(other.state_dict(), model.state_dict())
 
 
+@pytest.mark.slow
 @ranks(4)
-@pytest.mark.parametrize("api", some(APIS, ["fully_shard"]))
-@pytest.mark.parametrize("data", [2, *slow(4)])
+@apis
+@pytest.mark.parametrize("data", [2, 4])
 def test_beside_tensor_parallel_what_it_did_not_cut_is_written_once(
     world: World, tmp_path: Path, api: str, data: int
 ) -> None:
@@ -327,6 +328,7 @@ def load_positions(world: World, folder: Path) -> tuple[Any, list[str]]:
     return found, [str(each.message) for each in caught]
 
 
+@pytest.mark.slow
 def test_state_of_another_number_of_ranks_goes_round_with_a_warning(rank_pool: RankPool, tmp_path: Path) -> None:
     run(rank_pool, save_positions, 2, tmp_path)
     found = run(rank_pool, load_positions, 3, tmp_path)

@@ -20,7 +20,7 @@ from fullshard.checkpoint.selection import Selection
 from tests.checkpoint.cases import assert_same, optimizer_of, train, whole
 from tests.checkpoint.state_dicts import Net
 from tests.checkpoint.stores import FaultyStore
-from tests.checkpoint.test_save import APIS, apis, sharded
+from tests.checkpoint.test_save import APIS, sharded
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
 from tests.harness.slow import some
@@ -71,7 +71,7 @@ def test_only_what_a_pattern_matches_is_loaded(world: World, tmp_path: Path, api
 
 
 @ranks(2)
-@apis
+@quick_apis
 @pytest.mark.parametrize("through_dcp", [False, True])
 def test_optimizer_state_follows_the_names(world: World, tmp_path: Path, api: str, through_dcp: bool) -> None:
     model = sharded(api)

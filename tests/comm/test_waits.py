@@ -32,7 +32,7 @@ def seen_in(wait: Callable[[], object], is_late: bool) -> list[str]:
     dist.barrier()
     thread = threading.Thread(target=look)
     thread.start()
-    time.sleep(0.3 if is_late else 0.0)
+    time.sleep(0.2 if is_late else 0.0)
     wait()
     over.set()
     thread.join()

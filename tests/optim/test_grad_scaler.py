@@ -207,6 +207,7 @@ def test_plain_gradients_and_dtensors_of_several_meshes_mix(world: World) -> Non
     assert ours.get_scale() == 4.0
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_process_groups_skip_apart_unless_a_mesh_joins_them(world: World) -> None:
     mesh = world.mesh(2, 2, names=("dp", "tp"))

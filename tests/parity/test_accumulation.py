@@ -193,6 +193,7 @@ def test_gradient_divide_factor(world: World, divisor: float, sum_only: bool) ->
     compare(world, training, with_torch=sum_only)  # torch asks gloo for a reduction that gloo does not have
 
 
+@pytest.mark.slow
 @ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("norm_type", [2.0, float("inf"), *slow(1.0)])
 def test_clipped_gradients(world: World, norm_type: float) -> None:

@@ -34,6 +34,7 @@ def test_mlp(world: World, placement: Ragged) -> None:
     )
 
 
+@pytest.mark.slow
 @ranks(2, 3)
 @pytest.mark.parametrize("placement", [WHOLE, ROWS], ids=str)
 def test_a_transformer_with_tied_and_frozen_weights(world: World, placement: Ragged) -> None:

@@ -54,6 +54,7 @@ def placed(fsdp: ModuleType, mesh: DeviceMesh) -> Any:
     )
 
 
+@pytest.mark.slow
 @ranks(4)
 @pytest.mark.parametrize("param_dtype", [None, *slow(torch.bfloat16)])
 def test_some_parameters_over_another_mesh(world: World, param_dtype: torch.dtype | None) -> None:

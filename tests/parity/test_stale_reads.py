@@ -161,6 +161,7 @@ def test_blocks_hand_on_what_no_hook_can_replace(world: World, kind: type[Plain]
     train(world, lambda game, x: game.open(game.critic(game.generator(x))).square().mean(), kind=kind, frozen=frozen)
 
 
+@pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize("original", [True, False], ids=["original", "flat"])
 def test_a_penalty_in_the_wrapper(world: World, original: bool) -> None:

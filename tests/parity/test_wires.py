@@ -258,6 +258,7 @@ def scaler() -> ShardedGradScaler:
     return ShardedGradScaler("cpu", init_scale=8.0, growth_interval=1)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @each_transport
 @pytest.mark.parametrize("stage", [3, *slow(1)])
@@ -290,6 +291,7 @@ def parameters(world: World, policy: WirePolicy) -> Iterator[Tensor]:
             yield values if isinstance(values, Tensor) else values.local
 
 
+@pytest.mark.slow
 @on_ranks(2, 3)
 @each_transport
 def test_what_travels_as_it_is_stays_the_same_to_the_last_bit(world: World, transport: str) -> None:

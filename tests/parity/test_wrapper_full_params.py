@@ -123,6 +123,7 @@ def test_offloaded_to_cpu(world: World, strategy: str, original: bool, rank0_onl
             assert after[name][-1] == [scale * value for value in values]
 
 
+@pytest.mark.slow
 @ranks(2)
 @WRITES
 def test_full_gradients(world: World, strategy: str, writeback: bool) -> None:

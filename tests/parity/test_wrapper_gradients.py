@@ -329,6 +329,7 @@ def test_modules_over_other_process_groups_count_once_in_the_norm(world: World, 
     torch.testing.assert_close(model.clip_grad_norm_(1e-2, norm_type), expected)
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_modules_of_some_ranks_each_have_one_norm(world: World) -> None:
     """As experts: ranks 0 and 1 have other parameters than 2 and 3, and all have some in common."""

@@ -58,6 +58,7 @@ def test_checkpoint_wrapper(world: World, checkpointing: Checkpointing, strategy
     compare(world, transformer(shard))
 
 
+@pytest.mark.slow
 @ranks(2, transport="shm")
 @CHECKPOINTING
 @ORIGINAL

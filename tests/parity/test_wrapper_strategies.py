@@ -36,6 +36,7 @@ def test_strategies(world: World, strategy: str, original: bool) -> None:
     compare(world, training(wrap_blocks(strategy=strategy, original=original), steps=3))
 
 
+@pytest.mark.slow
 @ranks(2, transport="shm")
 @ORIGINAL
 @pytest.mark.parametrize("optimizer", [sgd, adamw])

@@ -55,9 +55,7 @@ TRANSFORMS: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 @ranks(2)
-@pytest.mark.parametrize(
-    "transform", some(TRANSFORMS, ("jvp", "vjp", "vmap of grad", "hessian", "forward AD", "jacobian"))
-)
+@pytest.mark.parametrize("transform", some(TRANSFORMS, ("vjp", "vmap of grad", "forward AD")))
 def test_a_model_trains_through_a_transform(world: World, transform: str) -> None:
     def loss(model: Any, x: Tensor) -> Tensor:
         found = pytree.tree_leaves(TRANSFORMS[transform](model, x))

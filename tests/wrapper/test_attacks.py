@@ -51,6 +51,7 @@ class Uneven(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @ranks(4)
 @first_of("original", False, True)
 @first_of("transport", "shm", "p2p", "collective")

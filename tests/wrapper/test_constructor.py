@@ -111,6 +111,7 @@ POLICIES: dict[str, Callable[[ModuleType], Any]] = {
 }
 
 
+@pytest.mark.slow
 @ranks(2)
 @ORIGINAL
 def test_policies_wrap_what_they_wrap_in_torch(world: World, original: bool) -> None:
@@ -263,6 +264,7 @@ def test_ranks_begin_with_the_first_ones_values(world: World, original: bool, po
         assert torch.equal(model.state_dict()[name], value), name
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_groups_and_meshes(world: World) -> None:
     """Every way to say over which ranks to shard cuts as said, in all instances."""

@@ -220,9 +220,10 @@ def test_assign(world: World, original: bool) -> None:
         assert not torch.equal(model.state_dict()["gain"], build(1).gain)
 
 
+@pytest.mark.slow
 @ranks(2)
-@first_of("original", True, False)
-@first_of("strategy", "FULL_SHARD", "SHARD_GRAD_OP")
+@ORIGINAL
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_ties_across_units(world: World, original: bool, strategy: str) -> None:
     """The names are all there, as in the plain model, and loading either loads both."""
 

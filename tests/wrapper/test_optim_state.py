@@ -134,6 +134,7 @@ def test_training_goes_on_as_if_never_interrupted(
     assert train(second, fresh, steps, world.rank) == pytest.approx(train(first, stepped, steps, world.rank), rel=1e-6)
 
 
+@pytest.mark.slow
 @ranks(2)
 @first_of("use_orig_params", True, False)
 def test_a_state_from_before_the_first_step_changes_no_step(world: World, use_orig_params: bool) -> None:

@@ -271,6 +271,7 @@ def test_hybrid_sharding(world: World, use_orig_params: bool, kind: str) -> None
     assert_same(to_load(model, optimizer, saved), optimizer.state_dict())
 
 
+@pytest.mark.slow
 @ranks(3)
 @first_of("use_orig_params", True, False)
 @pytest.mark.parametrize("rank0_only", [True, *slow(False)])

@@ -49,7 +49,7 @@ def part(model: Any, where: str) -> Any:
 
 
 @ranks(1, 2, 3)
-@ORIGINAL
+@first_of("original", False, True)
 def test_state_dicts_are_torchs(world: World, original: bool) -> None:
     def observe(fsdp: ModuleType, kind: str, strategy: str) -> Any:
         model = wrapped(fsdp, build(), strategy=strategy, original=original, **mesh_options(world, strategy, kind))
@@ -80,6 +80,7 @@ def locally(state: Any) -> Any:
     return seen
 
 
+@pytest.mark.slow
 @ranks(4)
 @first_of("strategy", *HYBRID)
 @first_of("original", False, True)
