@@ -19,6 +19,7 @@ import torch
 from fullshard.buffer import shared_memory
 from fullshard.buffer.shared_memory import LINE, Address, Counters, Segment, missing
 from tests.harness.held import mappings, open_files
+from tests.harness.slow import slow
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="this system shares no memory")
 
@@ -157,7 +158,7 @@ def test_its_space_is_reserved() -> None:
     assert os.fstat(segment.file.fd).st_blocks * 512 == 64 * PAGE
 
 
-@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_NOFILE"])
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", *slow("RLIMIT_FSIZE", "RLIMIT_NOFILE")])
 def test_too_little_of_anything_is_an_os_error_and_leaves_nothing(limit: str) -> None:
     nbytes = 16 << 20
 

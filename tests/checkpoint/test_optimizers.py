@@ -28,7 +28,6 @@ from tests.checkpoint.cases import CPU, quiet
 from tests.checkpoint.test_save import APIS, run
 from tests.harness import RankPool, World
 from tests.harness.models import seeded
-from tests.harness.slow import some
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "checkpoints.md"
 OF_TORCH = sorted(
@@ -231,7 +230,8 @@ def load_split(world: World, url: str, api: str) -> list[float] | str:
         return train(model, optimizer, range(2, 5))
 
 
-@pytest.mark.parametrize("api", some(WRAPPED, ["flat"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("api", WRAPPED)
 def test_adafactor_goes_on_from_parts_that_a_store_has_split(rank_pool: RankPool, tmp_path: Path, api: str) -> None:
     url = f"faulty://{tmp_path}/run"
     losses = run(rank_pool, save_split, 2, url, api)[0]

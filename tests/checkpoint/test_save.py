@@ -97,7 +97,7 @@ def test_what_four_ranks_wrote_others_read_and_train_on_the_same(
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("build", [Net, OddParameters, MixedDtypes, partial(MLP, (6, 1, 9, 3))])
+@pytest.mark.parametrize("build", [Net, OddParameters, *slow(MixedDtypes, partial(MLP, (6, 1, 9, 3)))])
 @apis
 def test_models_with_everything_come_back_bit_for_bit(
     world: World, tmp_path: Path, api: str, build: Callable[[], Any]
@@ -150,8 +150,9 @@ def test_we_read_what_torch_writes(world: World, tmp_path: Path, api: str) -> No
     assert_same(get_state_dict(other, fresh), expected)
 
 
+@pytest.mark.slow
 @ranks(4)
-@pytest.mark.parametrize("offload", [False, *slow(True)])
+@pytest.mark.parametrize("offload", [False, True])
 def test_replicas_write_each_byte_once(world: World, tmp_path: Path, offload: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     options = {"offload_policy": fullshard.CPUOffloadPolicy(pin_memory=False)} if offload else {}

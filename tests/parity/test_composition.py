@@ -43,6 +43,7 @@ def wrapped(module: nn.Module, checkpointing: Checkpointing) -> nn.Module:
     return checkpoint_wrapper(module, checkpoint_impl=kinds[checkpointing])
 
 
+@pytest.mark.slow
 @ranks(2)
 @CHECKPOINTING
 @RESHARD

@@ -115,7 +115,7 @@ def test_mixed_precision(world: World, precision: Precision) -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("precision", [Precision(), Precision(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("set_up", [accumulating, inside_replicas, reducing_each])
+@pytest.mark.parametrize("set_up", [accumulating, inside_replicas, *slow(reducing_each)])
 def test_gradients_are_added_up_where_autograd_made_them(world: World, precision: Precision, set_up: Any) -> None:
     """With `inside_replicas`, sums over one rank are kept beside them."""
     with every_parameter_is_large():

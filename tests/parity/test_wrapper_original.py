@@ -102,6 +102,7 @@ def test_what_parameters_look_like_after_forward(world: World, strategy: str) ->
     assert_all_see(shapes)
 
 
+@pytest.mark.slow
 @ranks(2, 3, transport="shm")
 @UNITS
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
@@ -137,6 +138,7 @@ def test_parameters_that_one_unit_does_not_use_have_gradients_of_zero(
     compare(world, case)
 
 
+@pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @UNITS
@@ -224,6 +226,7 @@ def test_values_that_a_user_sets_after_a_forward_that_nobody_goes_back_through(w
         assert torch.allclose(model(*batch), reference(*batch), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @ranks(2)
 @UNITS
 @pytest.mark.parametrize("strategy", SHARDED)

@@ -122,6 +122,7 @@ def test_accumulated(world: World, strategy: str, original: bool, without_commun
     compare(world, training(shard, micro_batches=LAST + 1, **changes), with_torch=not offload)
 
 
+@pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize("quiet", [{1}, *slow({0}, {0, 2})])
 def test_some_micro_batches_communicate(world: World, quiet: set[int]) -> None:
@@ -133,6 +134,7 @@ def test_some_micro_batches_communicate(world: World, quiet: set[int]) -> None:
     compare(world, training(wrap_blocks(), micro_batches=LAST + 2, around_micro=around))
 
 
+@pytest.mark.slow
 @ranks(2, transport="shm")
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", *slow(None)])
 @pytest.mark.parametrize("ahead", [False, True])
@@ -145,6 +147,7 @@ def test_prefetch_changes_nothing(world: World, prefetch: str | None, ahead: boo
     compare(world, training(shard, steps=3))
 
 
+@pytest.mark.slow
 @ranks(2, transport="shm")
 @ORIGINAL
 def test_units_inside_of_units(world: World, original: bool) -> None:
@@ -162,6 +165,7 @@ def test_units_inside_of_units(world: World, original: bool) -> None:
     compare(world, training(shard, build=lambda: seeded(nested)))
 
 
+@pytest.mark.slow
 @ranks(2, transport="shm")
 @ORIGINAL
 def test_a_plain_root_over_wrapped_blocks(world: World, original: bool) -> None:

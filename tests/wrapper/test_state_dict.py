@@ -162,6 +162,7 @@ def test_ranks_that_get_nothing_get_what_they_get_with_torch(world: World, origi
     assert_all_see(lambda fsdp: {strategy: observe(fsdp, strategy) for strategy in STRATEGIES})
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_the_first_rank_of_each_node_of_a_hybrid_gets_all(world: World) -> None:
     model = wrapped(fullshard, build(), strategy="HYBRID_SHARD", **mesh_options(world, "HYBRID_SHARD"))
