@@ -203,3 +203,22 @@ def test_clipped_gradients(world: World, norm_type: float) -> None:
     mesh = world.mesh(2, 2, names=("replicate", "shard")) if world.size == 4 else None
     shard, batch = each_block(mesh=mesh), token_batch(3, 5)
     compare(world, Training(build=lambda: seeded(Transformer), shard=shard, batch=batch, after_backward=clip))
+
+
+@ranks(2)
+def test_all_reduce_hook_sees_each_group_once_a_step(world: World) -> None:
+    calls: list[int] = []
+
+    def shard(fsdp: ModuleType, model: Any) -> None:
+        each_block()(fsdp, model)
+        for module in (*model.blocks, model):
+            module.set_all_reduce_hook(double)
+        calls.clear()
+
+    def double(gradients: Tensor) -> None:
+        calls.append(gradients.numel())
+        gradients.mul_(2)
+
+    # What the hook does to the reduced gradients is what the optimizer gets: here half the divisor.
+    compare(world, Training(build=lambda: seeded(MLP), shard=shard, batch=random_batch(4, 6), divisor=world.size / 2))
+    assert len(calls) == 5 * 3

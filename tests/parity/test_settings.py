@@ -21,6 +21,17 @@ from tests.harness.slow import slow, some
 
 
 @ranks(2)
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_several_reductions_in_flight_over_a_group_of_their_own(world: World, buffers: int) -> None:
+    def shard(fsdp: ModuleType, model: Any) -> None:
+        each_block()(fsdp, model)
+        model.set_reduce_scatter_max_input_buffers(buffers)
+        model.set_separate_reduce_scatter_group(True)
+
+    compare(world, Training(build=partial(seeded, MLP), shard=shard, batch=random_batch(4, 6)))
+
+
+@ranks(2)
 def test_embedding_that_is_not_gathered_in_backward(world: World) -> None:
     def shard(fsdp: ModuleType, model: Any) -> None:
         fsdp.fully_shard(model.tokens)
