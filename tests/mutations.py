@@ -207,7 +207,7 @@ MUTATIONS = (
         "group/full_buffer.py",
         "self._versions = tuple(version + 1 for version in self._versions)",
         "self._versions = tuple(version + 0 for version in self._versions)",
-        "tests/parity/test_stages.py::test_what_autograd_saved_of_a_replica_is_not_read_after_a_step",
+        "tests/parity/test_stages.py::test_what_autograd_saved_of_a_replica_is_not_read_after_a_write",
     ),
     Mutation(
         "group/replica.py",
@@ -255,7 +255,7 @@ MUTATIONS = (
         "group/strategy.py",
         "ZERO_1 = replace(SHARD_GRAD_OP, without_sync=Placement.REPLICATED)",
         "ZERO_1 = replace(SHARD_GRAD_OP, without_sync=Placement.SHARDED)",
-        "tests/parity/test_stages.py::test_parameters_are_dtensors_between_steps",
+        "tests/group/test_strategy.py::test_parameters_that_stay_whole_are_gathered_once_for_all_micro_batches",
     ),
     Mutation(
         "buffer/plan.py",
@@ -267,7 +267,7 @@ MUTATIONS = (
         "buffer/plan.py",
         "return is_cut and chunk * self.world_size == param.numel",
         "return is_cut",
-        "tests/comm/test_transport.py::test_parameters_that_move_where_they_lie_are_gathered_beside_others",
+        "tests/buffer/test_plan.py::test_parameters_whose_chunks_differ_are_not_whole",
     ),
     Mutation(
         "buffer/messages.py",
@@ -900,7 +900,7 @@ MUTATIONS = (
         "wrapper/state_dict.py",
         "device, copy=True, memory_format",
         "device, memory_format",
-        "tests/wrapper/test_optim_state_odd.py::test_nothing_is_shared_with_the_optimizer",
+        "tests/wrapper/test_state_dict.py::test_values_are_those_of_the_plain_module",
     ),
     Mutation(
         "wrapper/optim_state.py",

@@ -85,6 +85,7 @@ print(held - resident())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(heap._libc, "mallinfo2"), reason="not glibc")
 def test_freed_memory_between_what_is_in_use_is_bounded() -> None:
     holes, returned, total, kept = map(float, printed_by(BOUNDED).split())
@@ -117,6 +118,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(heap._libc, "mallinfo2"), reason="not glibc")
 def test_nothing_that_was_freed_is_kept_where_memory_is_scarce() -> None:
     assert float(printed_by(AT_ONCE)) < 8

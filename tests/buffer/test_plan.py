@@ -164,6 +164,11 @@ def test_there_are_at_most_two_pieces_for_each_parameter(plan: Plan) -> None:
     assert len(plan.pieces_of_all(plan.shard_numel)) <= 2 * len(plan.params)
 
 
+def test_parameters_whose_chunks_differ_are_not_whole() -> None:
+    plan = make_plan([ParamShape("a", (4, 16)), ParamShape("b", (3, 16)), ParamShape("c", (2, 4), 1)], 2)
+    assert [plan.is_whole(param) for param in plan.params] == [True, False, False]
+
+
 def test_equal_parameters_at_equal_distances_are_one_piece() -> None:
     norms = [ParamShape("p", (1024,))]
     plan = make_plan([*norms * 32, ParamShape("w", (2048,)), *norms * 3], 64)
@@ -176,7 +181,7 @@ def test_parts_of_one_form_that_go_back_in_the_shards_are_pieces_of_their_own() 
     assert [min(piece.shard_stride) for piece in plan.pieces_of_all(plan.shard_numel)] == [1, 1, 1]
 
 
-@unhurried
+@settings(deadline=None, max_examples=30)
 @given(plans(), st.integers(1, 20))
 def test_a_piece_in_parts_is_the_piece(plan: Plan, numel: int) -> None:
     for piece in plan.pieces(0):

@@ -21,11 +21,12 @@ from tests.checkpoint.state_dicts import speaking
 from tests.harness import World, ranks
 from tests.harness.compare import Precision, adamw, each_block
 from tests.harness.models import MLP, MixedDtypes, random_batch, seeded
+from tests.harness.slow import slow
 from tests.harness.wrapper import wrap_blocks
 
 BATCH = random_batch(4, 6)
-TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
-FRONT_ENDS = pytest.mark.parametrize("front_end", ["composable", "flat", "original"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "p2p", *slow("collective")])
+FRONT_ENDS = pytest.mark.parametrize("front_end", ["composable", "flat", *slow("original")])
 LOW = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -76,6 +77,7 @@ def test_what_is_written_while_training_goes_on_is_what_was_given(
     assert_same(held(loaded), given)
 
 
+@pytest.mark.slow
 @ranks(2)
 @TRANSPORTS
 def test_local_shards_of_several_dtypes_are_written_too(world: World, transport: str, tmp_path: Path) -> None:

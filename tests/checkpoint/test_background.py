@@ -26,13 +26,14 @@ from fullshard.checkpoint.local import LocalPartial
 from fullshard.checkpoint.ranks import PeerFailure
 from tests.checkpoint import stores
 from tests.checkpoint.cases import assert_same, optimizer_of, train
-from tests.checkpoint.test_save import apis, sharded
+from tests.checkpoint.test_save import APIS, sharded
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
+from tests.harness.slow import slow, some
 
 
 @ranks(2)
-@apis
+@pytest.mark.parametrize("api", some(APIS, ("fully_shard", "flat")))
 def test_training_goes_on_while_what_was_is_written(world: World, tmp_path: Path, api: str) -> None:
     model = sharded(api)
     optimizer = optimizer_of(model, "AdamW")
@@ -71,29 +72,7 @@ def fail(self: BlockWriter) -> None:
     raise OSError(28, os.strerror(28))
 
 
-@ranks(2)
-@pytest.mark.parametrize("call", ["save", "load", "wait_until_finished"])
-def test_a_failure_in_the_background_is_raised_by_the_next_call_on_all_ranks(
-    world: World, tmp_path: Path, call: str
-) -> None:
-    model = sharded("fully_shard")
-    with pytest.MonkeyPatch.context() as patch:
-        if world.rank == 1:
-            patch.setattr(BlockWriter, "close", fail)
-        checkpoint.save(tmp_path, model, wait=False)
-        with pytest.raises(CheckpointError, match=r"in the background, failed: rank 1: .*No space left on device"):
-            {
-                "save": lambda: checkpoint.save(tmp_path, model),
-                "load": lambda: checkpoint.load(tmp_path, model),
-                "wait_until_finished": checkpoint.wait_until_finished,
-            }[call]()
-    dist.barrier()
-    assert list(tmp_path.iterdir()) == []
-    dist.barrier()
-    checkpoint.save(tmp_path, model, wait=False)
-    assert checkpoint.save(tmp_path, model) == tmp_path / "step-00000001"
-
-
+@pytest.mark.slow
 def test_saves_at_the_end_of_a_program_are_written_and_a_failure_is_told_and_is_its_status(tmp_path: Path) -> None:
     program = f"""
 import atexit, time
@@ -236,13 +215,13 @@ def test_saves_without_a_step_that_are_under_way_get_different_steps(tmp_path: P
 
 
 @ranks(2)
-@pytest.mark.parametrize("slow", [0, 1])
-def test_ranks_save_twice_and_train_while_one_of_them_is_slow(world: World, tmp_path: Path, slow: int) -> None:
+@pytest.mark.parametrize("late", [1, *slow(0)])
+def test_ranks_save_twice_and_train_while_one_of_them_is_slow(world: World, tmp_path: Path, late: int) -> None:
     model = sharded("fully_shard")
     optimizer = optimizer_of(model, "AdamW")
     url, expected = f"faulty://{tmp_path}/run", {}
     with held() as go_on:
-        if world.rank != slow:
+        if world.rank != late:
             go_on.set()
         for step in (1, 2, 3):
             train(model, optimizer, range(step, step + 1), world.rank)
@@ -275,7 +254,7 @@ def test_each_rank_waits_for_its_own_budget_and_none_for_ever(world: World, tmp_
 
 @ranks(2)
 @pytest.mark.parametrize("failing", [1, 2])
-@pytest.mark.parametrize("call", ["save", "save in the background", "load", "wait_until_finished"])
+@pytest.mark.parametrize("call", ["save in the background", "wait_until_finished", *slow("save", "load")])
 def test_the_error_of_one_save_under_way_is_raised_once_on_all_ranks_and_the_others_are_written(
     world: World, tmp_path: Path, failing: int, call: str
 ) -> None:
@@ -407,6 +386,7 @@ def test_ranks_that_are_told_to_end_save_after_the_same_step(world: World, tmp_p
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_come_to_save_ends_in_time(tmp_path: Path) -> None:
     program = """
 import os, signal, time

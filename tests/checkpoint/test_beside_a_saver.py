@@ -19,7 +19,7 @@ from fullshard.cli import main
 from tests.checkpoint.test_faults import Filled, assert_holds, filled
 from tests.harness import World, ranks
 
-SAVES = 40
+SAVES = 20
 
 
 def save_often(folder: Path, first: int) -> None:

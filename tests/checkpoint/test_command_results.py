@@ -16,6 +16,7 @@ from fullshard import checkpoint, cli
 from fullshard.checkpoint.convert import import_model
 
 
+@pytest.mark.slow
 def test_a_command_whose_output_nobody_reads_ends_as_shells_say_it(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, torch.nn.Linear(2, 2), step=1)
     reads, writes = os.pipe()

@@ -48,14 +48,6 @@ def test_what_only_one_has_and_what_has_another_shape_is_listed(tmp_path: Path) 
     assert sorted(compared) == [8, 12, 24]
 
 
-def test_the_largest_difference_comes_first(tmp_path: Path) -> None:
-    a = saved(tmp_path / "a", one=torch.zeros(2), two=torch.zeros(2), three=torch.zeros(2))
-    b = saved(tmp_path / "b", one=torch.ones(2), two=3 * torch.ones(2), three=-2 * torch.ones(2))
-    found = compare(a, b)["differing"]
-    assert [each["name"] for each in found] == ["model.two", "model.three", "model.one"]
-    assert found[1]["max"] == 2
-
-
 def test_the_differences_of_pairs_of_tensors(tmp_path: Path) -> None:
     pairs = [
         (torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan]), []),

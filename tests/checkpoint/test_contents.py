@@ -20,6 +20,7 @@ from tests.checkpoint.cases import train
 from tests.checkpoint.test_save import APIS, run, sharded
 from tests.harness import RankPool, World, ranks
 from tests.harness.models import MLP, seeded
+from tests.harness.slow import slow, some
 
 WIDTH = 128
 
@@ -53,7 +54,7 @@ def nested_losses(world: World, folder: Path, api: str, save: bool) -> list[floa
     return train(model, optimizer, range(2, 5))
 
 
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("api", some(APIS, ["fully_shard"]))
 def test_lists_and_dicts_of_tensors_are_sharded_as_they_are(rank_pool: RankPool, tmp_path: Path, api: str) -> None:
     losses = run(rank_pool, nested_losses, 2, tmp_path, api, True)[0]
     assert run(rank_pool, nested_losses, 2, tmp_path, api, False)[0] == losses
@@ -97,7 +98,7 @@ def through_dcp(world: World, folder: Path, saves: bool) -> tuple[list[float], l
     return train(model, optimizer, range(2, 5)), train(other, fresh, range(2, 5))
 
 
-@pytest.mark.parametrize("saves", [True, False], ids=["from", "to"])
+@pytest.mark.parametrize("saves", [True, *slow(False)], ids=["from", "to"])
 def test_nested_state_goes_from_dcp_and_to_it(rank_pool: RankPool, tmp_path: Path, saves: bool) -> None:
     for trained, found in run(rank_pool, through_dcp, 2, tmp_path, saves):
         assert found == trained

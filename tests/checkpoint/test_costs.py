@@ -17,6 +17,7 @@ from fullshard.checkpoint.blocks import _AHEAD, BLOCK, BlockReader, BlockWriter
 from tests.checkpoint.test_save import run, sharded
 from tests.harness import RankPool, World
 from tests.harness.models import seeded
+from tests.harness.slow import slow
 
 MIB = 1 << 20
 LAYERS, WIDTH = 8, 1024
@@ -60,7 +61,7 @@ def peaks(world: World, folder: Path, cut: str, save: bool) -> int:
     return peak_of(partial(checkpoint.save if save else checkpoint.load, folder, model))
 
 
-@pytest.mark.parametrize("cut", ["rows", "columns", "fragments"])
+@pytest.mark.parametrize("cut", ["rows", *slow("columns", "fragments")])
 def test_memory_rises_by_no_more_than_the_largest_tensor(rank_pool: RankPool, tmp_path: Path, cut: str) -> None:
     saved = run(rank_pool, peaks, 2, tmp_path, "rows", True)
     assert max(saved) < LARGEST + SLACK
@@ -104,6 +105,7 @@ def reads(world: World, folder: Path, cut: str) -> tuple[list[tuple[str, int]], 
     return blocks, sum(lengths), sum(each.nbytes for each in held)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", ["rows", "fragments", "flat"])
 def test_a_rank_reads_what_it_needs_once(rank_pool: RankPool, tmp_path: Path, cut: str) -> None:
     run(rank_pool, save_rows, 2, tmp_path)

@@ -22,6 +22,7 @@ from tests.checkpoint.test_save import run
 from tests.harness import RankPool, World, ranks
 from tests.harness.compare import whole
 from tests.harness.models import MLP, seeded
+from tests.harness.slow import slow
 
 WIDTHS = (40, 33, 24)  # of 33 rows the last rank has fewer
 WIRE = WirePolicy(reduce="int4", block=32, min_numel=100)  # a bias travels as it is
@@ -106,8 +107,8 @@ def test_the_first_gradients_after_a_load_include_what_was_lost(world: World, tm
 
 
 @ranks(4)
-@pytest.mark.parametrize("transport", ["p2p", "collective"])
-@pytest.mark.parametrize("sharding", ["replicas", "replicas that shard"])
+@pytest.mark.parametrize("transport", ["p2p", *slow("collective")])
+@pytest.mark.parametrize("sharding", ["replicas", *slow("replicas that shard")])
 def test_replicas_save_together_what_each_has_lost(world: World, tmp_path: Path, transport: str, sharding: str) -> None:
     check_round_trip(world, tmp_path, transport, sharding)
 
@@ -125,7 +126,8 @@ def loaded(world: World, folder: Path) -> dict[str, torch.Tensor]:
     return gradients(model, None)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 def test_it_is_loaded_on_another_number_of_ranks_with_another_wire(
     rank_pool: RankPool, tmp_path: Path, size: int
 ) -> None:

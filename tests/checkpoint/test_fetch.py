@@ -45,19 +45,6 @@ def test_a_replica_is_found_and_read(memory: Path, tmp_path: Path) -> None:
         assert list(opened.verify()) == []
 
 
-def test_a_replica_of_another_training_or_whose_checkpoint_is_gone_or_that_is_older_is_refused(
-    memory: Path, tmp_path: Path
-) -> None:
-    save(tmp_path / "other", 1)
-    assert refused(memory, "other") == f"it belongs to a different training run than {tmp_path / 'other'}"
-    (before,) = checkpoint.list_checkpoints(tmp_path / "disk")
-    before.rename(tmp_path / "gone")
-    assert refused(memory) == f"it was saved after {before.name}, which is no longer in {tmp_path / 'disk'}"
-    (tmp_path / "gone").rename(before)
-    save(tmp_path / "disk", 2)
-    assert refused(memory).endswith("was saved after it")
-
-
 def test_what_is_not_whole_and_no_other_host_has_is_named(memory: Path, tmp_path: Path) -> None:
     file = next(memory.glob("step-*/*.distcp"))
     data = file.read_bytes()

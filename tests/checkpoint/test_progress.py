@@ -19,6 +19,7 @@ from fullshard.checkpoint.progress import Progress
 from fullshard.checkpoint.ranks import Ranks
 from tests.checkpoint import stores
 from tests.harness import World, ranks
+from tests.harness.slow import slow
 
 
 class Lines(logging.Handler):
@@ -89,7 +90,7 @@ def test_the_first_rank_logs_what_all_have_written_and_the_last(world: World) ->
 
 
 @ranks(2)
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [True, *slow(False)])
 def test_a_save_of_ranks_names_the_one_whose_disk_is_slow(world: World, tmp_path: Path, wait: bool) -> None:
     named, before = tmp_path / "named", blocks.BlockWriter.write_tensors
     says = r"step 3: 39.1 KiB of 39.5 KiB written after .*s; rank 1 is last with 0 B of 400 B"
@@ -102,7 +103,7 @@ def test_a_save_of_ranks_names_the_one_whose_disk_is_slow(world: World, tmp_path
     assert (lines == []) is (world.rank == 1)
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [True, *slow(False)])
 def test_a_slow_store_shows_what_it_has_and_not_what_waits_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -14,7 +13,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,7 @@ from tests.checkpoint.stores import (
     s3_bucket,
     web_server,
 )
-from tests.harness import World, ranks
+from tests.harness.slow import slow
 
 
 @pytest.fixture(autouse=True)
@@ -234,7 +232,7 @@ def test_leases_of_processes_that_ended_are_removed(url: str) -> None:
     assert {Path(name).name for name in objects(url) if Path(name).name.startswith(".")} == {".metadata"}
 
 
-@pytest.mark.parametrize("publishes", [False, True])
+@pytest.mark.parametrize("publishes", [False, *slow(True)])
 def test_jobs_that_find_a_dead_lease_at_once_both_save(tmp_path: Path, publishes: bool) -> None:
     """One removes what the dead one has left. Wherever it is in that, the other one may begin a save and write."""
     at = 1
@@ -311,25 +309,13 @@ def test_a_damaged_note_of_the_newest_is_told_and_the_listing_is_used(url: str) 
         assert loaded(url) == step + 1
 
 
-class _Pages(SimpleHTTPRequestHandler):
-    """A web server that lists no directories."""
-
-    def list_directory(self, path: Any) -> None:
-        self.send_error(404)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 def test_a_web_server_has_a_whole_checkpoint_or_it_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, model = checkpoint.save(tmp_path, model_of(1), step=1), model_of(-1)
     assert path is not None
     shutil.copytree(path, tmp_path / "renamed")
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Pages, directory=str(tmp_path))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with web_server(tmp_path) as url:
         assert checkpoint.load(f"{url}/{path.name}", model) == {"step": 1}
         assert all(torch.equal(value, model_of(1).state_dict()[name]) for name, value in model.state_dict().items())
         for wrong in ("typo", "step-00000002", f"{path.name}/manifest.json"):
@@ -339,7 +325,6 @@ def test_a_web_server_has_a_whole_checkpoint_or_it_is_an_error(
             (tmp_path / name / "__0_0.distcp").write_bytes(b"")
             with pytest.warns(UserWarning, match="skipped"), pytest.raises(CheckpointError, match="has 0 bytes, but"):
                 checkpoint.load(f"{url}/{name}", model)
-        server.shutdown()
     capsys.readouterr()
     assert main(["checkpoint", "show", url]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
@@ -427,7 +412,7 @@ def test_a_forked_process_leaves_the_leases_of_its_parent(url: str) -> None:
     assert len(checkpoint.list_checkpoints(url)) == 2
 
 
-@pytest.mark.parametrize("error", [PermissionError("AccessDenied"), ConnectionResetError("gone")])
+@pytest.mark.parametrize("error", [PermissionError("AccessDenied"), *slow(ConnectionResetError("gone"))])
 def test_what_fails_after_a_save_or_a_load_is_a_warning(
     url: str, error: Exception, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -487,7 +472,7 @@ def _whole_after_kill(url: str, at: int) -> bool:
     return code != 0
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [12, *slow(1)])
 def test_wherever_a_save_is_killed_the_older_or_the_newer_one_is_whole(tmp_path: Path, every: int) -> None:
     at = 3 if every > 1 else 1
     while _whole_after_kill(f"faulty://{tmp_path}/{at}", at):
@@ -495,26 +480,7 @@ def test_wherever_a_save_is_killed_the_older_or_the_newer_one_is_whole(tmp_path:
     assert at > 20
 
 
-@ranks(2)
-def test_ranks_save_and_load_a_sharded_model(world: World, tmp_path: Path) -> None:
-    import fullshard
-
-    url = f"faulty://{tmp_path}/run"
-    model = fullshard.fully_shard(model_of(1))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 64)).sum().backward()
-    optimizer.step()
-    for step, wait in ((1, True), (2, False)):
-        checkpoint.save(url, model, optimizer, step=step, wait=wait, state={"seen": 10 * step + world.rank})
-    assert str(checkpoint.wait_until_finished()).endswith("step-00000002")
-    other = fullshard.fully_shard(model_of(2))
-    again = torch.optim.AdamW(other.parameters())
-    state = checkpoint.load(url, other, again)
-    assert state == {"step": 2, "seen": 20 + world.rank}
-    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine.to_local(), theirs.to_local())  # type: ignore[attr-defined]
-
-
+@pytest.mark.slow
 def test_an_s3_server_keeps_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote.ObjectPartial, "largest", 4096.0)
     with s3_bucket() as bucket:

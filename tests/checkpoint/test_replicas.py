@@ -35,6 +35,7 @@ from tests.checkpoint.test_faults import CALLS, assert_holds, filled, flip, kill
 from tests.checkpoint.test_save import run, sharded
 from tests.harness import RankPool, World, failure_report, ranks
 from tests.harness.models import MLP, seeded
+from tests.harness.slow import slow
 
 STEP = "step-00000002"
 
@@ -103,12 +104,12 @@ def lose_ranks(pool: RankPool, folder: Path, size: int, hosts: int, victim: int 
     return json.loads((folder / "losses").read_text())
 
 
-MORE = ((3, 2, None), (3, 2, 1), (3, 3, 1))
+MORE = ((2, 1, None), (3, 2, None), (3, 2, 1), (3, 3, 1))
 
 
 @pytest.mark.parametrize(
     ("size", "hosts", "lost"),
-    [(2, 1, None), (3, 2, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    [(3, 2, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
 def test_a_job_that_lost_a_rank_or_a_host_goes_on_from_memory(
     rank_pool: RankPool, tmp_path: Path, size: int, hosts: int, lost: int | None
@@ -137,7 +138,7 @@ def test_without_one_part_of_it_the_older_checkpoint_of_the_directory_is_loaded(
         assert all("step 1 is loaded from" in line and "no host has" in line for line in lines)
 
 
-@pytest.mark.parametrize("after", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("after", [2, *slow(3)])
 def test_another_number_of_ranks_reads_it(rank_pool: RankPool, tmp_path: Path, after: int) -> None:
     expected = lose_ranks(rank_pool, tmp_path, 5 - after, 2)
     shutil.rmtree(tmp_path / "host 1")

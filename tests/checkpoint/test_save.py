@@ -31,6 +31,7 @@ from tests.checkpoint.cases import assert_same, optimizer_of, quiet, save_at, tr
 from tests.checkpoint.state_dicts import Net
 from tests.harness import RankPool, World, failure_report, ranks
 from tests.harness.models import MLP, MixedDtypes, OddParameters, Transformer, seeded, split_over
+from tests.harness.slow import slow, some
 
 APIS = ("fully_shard", "flat", "fragments")
 apis = pytest.mark.parametrize("api", APIS)
@@ -83,12 +84,10 @@ def run(pool: RankPool, function: Callable[..., Any], size: int, *args: Any) -> 
     return [outcome.value for outcome in outcomes]
 
 
-@pytest.mark.parametrize("after", [4, 3, 2, 1])
-@pytest.mark.parametrize("reads", APIS)
-@pytest.mark.parametrize("writes", APIS)
-@pytest.mark.parametrize(
-    "optimizer", ["Adam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SGD", "momentum"))]
-)
+@pytest.mark.parametrize("after", [2, 1, *slow(4, 3)])
+@pytest.mark.parametrize("reads", some(APIS, ("fully_shard", "flat")))
+@pytest.mark.parametrize("writes", some(APIS, ("fully_shard", "fragments")))
+@pytest.mark.parametrize("optimizer", ["Adam", *slow("SGD", "momentum")])
 def test_what_four_ranks_wrote_others_read_and_train_on_the_same(
     rank_pool: RankPool, tmp_path: Path, writes: str, reads: str, optimizer: str, after: int
 ) -> None:
@@ -98,7 +97,7 @@ def test_what_four_ranks_wrote_others_read_and_train_on_the_same(
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("build", [Net, OddParameters, MixedDtypes, partial(MLP, (6, 1, 9, 3))])
+@pytest.mark.parametrize("build", [Net, OddParameters, *slow(MixedDtypes, partial(MLP, (6, 1, 9, 3)))])
 @apis
 def test_models_with_everything_come_back_bit_for_bit(
     world: World, tmp_path: Path, api: str, build: Callable[[], Any]
@@ -119,7 +118,7 @@ def test_models_with_everything_come_back_bit_for_bit(
 
 
 @ranks(2)
-@apis
+@pytest.mark.parametrize("api", some(APIS, ("fully_shard", "fragments")))
 def test_torch_reads_what_we_write(world: World, tmp_path: Path, api: str) -> None:
     model = sharded(api, Net)
     optimizer = optimizer_of(model, "AdamW")
@@ -138,7 +137,7 @@ def test_torch_reads_what_we_write(world: World, tmp_path: Path, api: str) -> No
 
 
 @ranks(2)
-@apis
+@pytest.mark.parametrize("api", some(APIS, ("fully_shard", "fragments")))
 def test_we_read_what_torch_writes(world: World, tmp_path: Path, api: str) -> None:
     model = sharded(api, Net)
     optimizer = optimizer_of(model, "AdamW")
@@ -151,6 +150,7 @@ def test_we_read_what_torch_writes(world: World, tmp_path: Path, api: str) -> No
     assert_same(get_state_dict(other, fresh), expected)
 
 
+@pytest.mark.slow
 @ranks(4)
 @pytest.mark.parametrize("offload", [False, True])
 def test_replicas_write_each_byte_once(world: World, tmp_path: Path, offload: bool) -> None:
@@ -168,9 +168,10 @@ def test_replicas_write_each_byte_once(world: World, tmp_path: Path, offload: bo
     assert_same(other.state_dict(), model.state_dict())
 
 
+@pytest.mark.slow
 @ranks(4)
 @apis
-@pytest.mark.parametrize("data", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("data", [2, 4])
 def test_beside_tensor_parallel_what_it_did_not_cut_is_written_once(
     world: World, tmp_path: Path, api: str, data: int
 ) -> None:
@@ -328,6 +329,7 @@ def load_positions(world: World, folder: Path) -> tuple[Any, list[str]]:
     return found, [str(each.message) for each in caught]
 
 
+@pytest.mark.slow
 def test_state_of_another_number_of_ranks_goes_round_with_a_warning(rank_pool: RankPool, tmp_path: Path) -> None:
     run(rank_pool, save_positions, 2, tmp_path)
     found = run(rank_pool, load_positions, 3, tmp_path)
@@ -361,7 +363,7 @@ class Adapted(nn.Module):
 
 
 @ranks(2)
-@apis
+@pytest.mark.parametrize("api", some(APIS, ("fully_shard", "fragments")))
 def test_adapters_are_saved_alone(world: World, tmp_path: Path, api: str) -> None:
     model = sharded(api, Adapted)
     optimizer = torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
@@ -488,7 +490,7 @@ def test_buffers_that_differ_between_ranks_are_those_of_one_rank(world: World, t
 
 
 @ranks(2)
-@apis
+@pytest.mark.parametrize("api", some(APIS, ("fully_shard", "fragments")))
 def test_what_a_checkpoint_has_not_of_an_optimizer_is_left_as_it_is(world: World, tmp_path: Path, api: str) -> None:
     model = sharded(api)
     optimizer = optimizer_of(model, "AdamW")

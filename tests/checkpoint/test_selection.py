@@ -20,9 +20,13 @@ from fullshard.checkpoint.selection import Selection
 from tests.checkpoint.cases import assert_same, optimizer_of, train, whole
 from tests.checkpoint.state_dicts import Net
 from tests.checkpoint.stores import FaultyStore
-from tests.checkpoint.test_save import apis, sharded
+from tests.checkpoint.test_save import APIS, sharded
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
+from tests.harness.slow import some
+
+#: Fragments are cut as flat parameters are.
+quick_apis = pytest.mark.parametrize("api", some(APIS, ("fully_shard", "flat")))
 
 
 class Extended(nn.Module):
@@ -52,7 +56,7 @@ def moments(model: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
 
 
 @ranks(2)
-@apis
+@quick_apis
 def test_only_what_a_pattern_matches_is_loaded(world: World, tmp_path: Path, api: str) -> None:
     model = sharded(api, Net)
     train(model, optimizer_of(model, "SGD"), range(2))
@@ -67,7 +71,7 @@ def test_only_what_a_pattern_matches_is_loaded(world: World, tmp_path: Path, api
 
 
 @ranks(2)
-@apis
+@quick_apis
 @pytest.mark.parametrize("through_dcp", [False, True])
 def test_optimizer_state_follows_the_names(world: World, tmp_path: Path, api: str, through_dcp: bool) -> None:
     model = sharded(api)
@@ -97,7 +101,7 @@ def test_optimizer_state_follows_the_names(world: World, tmp_path: Path, api: st
 
 
 @ranks(2)
-@apis
+@quick_apis
 def test_a_renamed_model_trains_on_the_same(world: World, tmp_path: Path, api: str) -> None:
     model = sharded(api, Extended)
     optimizer = optimizer_of(model, "AdamW")
@@ -157,7 +161,7 @@ def test_what_is_selected_must_fit(world: World, tmp_path: Path) -> None:
 
 
 @ranks(2)
-@apis
+@quick_apis
 def test_tensors_of_a_different_shape_are_named_and_kept_if_not_strict(world: World, tmp_path: Path, api: str) -> None:
     model = sharded(api)
     optimizer = optimizer_of(model, "AdamW")

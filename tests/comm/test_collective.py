@@ -234,7 +234,7 @@ def test_zero_copy_parameters_move_where_they_lie(size: int, monkeypatch: pytest
 
 @ranks(2, 3)
 def test_a_backend_may_take_all_tensors_in_one_call(world: World) -> None:
-    case = Case("even", tuple(Section(dtype, ZERO_COPY) for dtype in (torch.float32, torch.float64, torch.float32)))
+    case = Case("even", tuple(Section(dtype, ZERO_COPY) for dtype in (torch.float32, torch.float64)))
     with mock.patch.object(collective, "_LAUNCHES_TOGETHER", ("gloo",)):
         transfers = transfers_of(case, world.size)
         fill_shards(case, transfers, world.rank)

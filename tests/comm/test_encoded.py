@@ -33,12 +33,13 @@ from tests.comm.cases import (
 )
 from tests.comm.test_transport import mixed
 from tests.harness import World, ranks
+from tests.harness.slow import slow, some
 from tests.simulated import simulate
 
 TRANSPORTS: dict[str, type[Transport]] = {"p2p": PointToPointTransport, "collective": CollectiveTransport}
 each_transport = pytest.mark.parametrize("transport_name", TRANSPORTS)
 each_layout = pytest.mark.parametrize("layout", ["even", "flat", "ragged"])
-each_encoding = pytest.mark.parametrize("name", ["bf16", "fp8", "int8", "int4"])
+each_encoding = pytest.mark.parametrize("name", ["fp8", "int4", *slow("bf16", "int8")])
 #: Kernels that write the letters of a gather and read them, and the same of a reduction, on any number of ranks, by
 #: operations of torch. tests/test_fused.py counts those of Triton.
 COUNTED = {"bf16": (10, 2, 9, 10), "fp8": (63, 18, 62, 25), "int8": (65, 18, 64, 25), "int4": (74, 22, 73, 29)}
@@ -277,7 +278,7 @@ def launches_of_letters(world: World, name: str, count: int, counts: type[Counts
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", some(COUNTED, ["int4"]))
 def test_a_device_encodes_and_decodes_all_letters_at_once(world: World, name: EncodingName) -> None:
     few, many = (launches_of_letters(world, name, count) for count in (2, 9))
     assert few == many, "with more parameters"

@@ -94,6 +94,7 @@ def test_no_round_needs_more_staging_than_there_is(
             assert one.packed[0].offset == one.packed_start
 
 
+@pytest.mark.slow
 @unhurried
 @given(sections())
 @each_direction

@@ -44,14 +44,10 @@ def test_ranks_of_a_host_share_memory_in_each_process_group(world: World) -> Non
         assert select_transport(pair, CPU) is not select_transport(group(), CPU)
 
 
-def on_other_hosts() -> str:
-    return f"host {dist.get_rank() // 2}"
-
-
 @ranks(3, fresh=True)
 def test_ranks_of_several_hosts_exchange_messages(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fullshard.comm.local_ranks.host_id", on_other_hosts)
+        patch.setattr("fullshard.comm.local_ranks.host_id", lambda: f"host {dist.get_rank() // 2}")
         assert isinstance(select_transport(group(), CPU), PointToPointTransport)
         patch.setenv("FULLSHARD_TRANSPORT", "shm")
         with pytest.raises(

@@ -15,6 +15,7 @@ from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.shm import ShmTransport
 from fullshard.comm.transport import Reduction, StillRead, Transfer
 from fullshard.comm.waits import PeerFailureError
+from fullshard.watch import watch
 from tests.comm.cases import ODD, Case, Section, complete, reduce, transfers_of
 from tests.harness import World, ranks
 from tests.harness.held import mappings, open_files
@@ -119,19 +120,18 @@ def test_ranks_that_reduce_different_parameters_of_a_group_are_told(world: World
 
 
 @ranks(2)
-def test_a_rank_is_lost_whose_memory_ended_with_it(world: World) -> None:
+def test_a_rank_is_lost_whose_memory_ended_with_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_NEWS", 0.1)  # there are none
     transport = make()
     pending = start(transport, transfers_of(CASE, world.size, transport=transport))
 
     def gone(address: Any) -> Any:
         raise FileNotFoundError(2, "No such file or directory", "/proc/1/fd/3")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Segment, "open", gone)
-        with pytest.raises(
-            PeerFailureError, match=rf"rank {world.rank} lost its connection to rank {1 - world.rank} in a reduction of"
-        ):
-            pending.finish()
+    monkeypatch.setattr(Segment, "open", gone)
+    says = rf"rank {world.rank} lost its connection to rank {1 - world.rank} in a reduction of"
+    with pytest.raises(PeerFailureError, match=says):
+        pending.finish()
     dist.barrier()
 
 

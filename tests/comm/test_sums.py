@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,32 +17,27 @@ LOW_AND_HIGH = [torch.float32, torch.bfloat16, torch.float64]
 
 
 @pytest.mark.parametrize("dtype", LOW_AND_HIGH, ids=str)
-def test_nccl_takes_the_mean_itself(dtype: torch.dtype) -> None:
-    scaling = choose_scaling(dtype, 8, 8.0, False, "nccl")
-    assert (scaling.before, scaling.op, scaling.after) == (1, dist.ReduceOp.AVG, 1)
-
-
-@pytest.mark.parametrize("dtype", LOW_AND_HIGH, ids=str)
 def test_nccl_multiplies_by_any_other_factor(dtype: torch.dtype) -> None:
     scaling = choose_scaling(dtype, 8, 24.0, False, "nccl")
     assert (scaling.before, scaling.after) == (1, 1)
     assert scaling.op.op == dist.ReduceOp.PREMUL_SUM
 
 
-@pytest.mark.parametrize("backend", ["gloo", "fake", "mpi", ""])
-def test_other_backends_only_sum(backend: str) -> None:
-    scaling = choose_scaling(torch.float32, 8, 8.0, False, backend)
-    assert (scaling.before, scaling.op, scaling.after) == (1, dist.ReduceOp.SUM, 8)
-
-
-def test_nccl_only_sums_if_told_so() -> None:
-    scaling = choose_scaling(torch.float32, 8, 8.0, True, "nccl")
-    assert (scaling.before, scaling.op, scaling.after) == (1, dist.ReduceOp.SUM, 8)
-
-
-def test_nothing_is_divided_by_one() -> None:
-    scaling = choose_scaling(torch.float32, 1, 1.0, False, "nccl")
-    assert (scaling.before, scaling.op, scaling.after) == (1, dist.ReduceOp.SUM, 1)
+@pytest.mark.parametrize(
+    ("ranks", "sums", "backend", "op", "after"),
+    [
+        (8, False, "nccl", dist.ReduceOp.AVG, 1),
+        *((8, False, other, dist.ReduceOp.SUM, 8) for other in ("gloo", "fake", "mpi", "")),
+        (8, True, "nccl", dist.ReduceOp.SUM, 8),  # which it was told to do
+        (1, False, "nccl", dist.ReduceOp.SUM, 1),  # nothing is divided
+    ],
+)
+def test_a_mean_is_taken_by_nccl_and_divided_after_others(
+    ranks: int, sums: bool, backend: str, op: Any, after: int
+) -> None:
+    for dtype in LOW_AND_HIGH:
+        scaling = choose_scaling(dtype, ranks, float(ranks), sums, backend)
+        assert (scaling.before, scaling.op, scaling.after) == (1, op, after)
 
 
 @given(st.integers(1, 4096), st.sampled_from(["nccl", "gloo"]))

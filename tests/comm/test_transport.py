@@ -39,6 +39,7 @@ from tests.comm.cases import (
     transfers_of,
 )
 from tests.harness import World, ranks
+from tests.harness.slow import some
 
 TRANSPORTS = {
     "p2p": PointToPointTransport,
@@ -61,6 +62,8 @@ SHAPES = {
 SECTIONS = {name: (Section(torch.float32, shapes),) for name, shapes in SHAPES.items()}
 
 each_transport = pytest.mark.parametrize("transport_name", TRANSPORTS)
+#: Of tests of what no size and no number of rounds changes.
+some_transports = pytest.mark.parametrize("transport_name", some([*TRANSPORTS, "shm"], ("p2p", "collective", "shm")))
 #: The ranks of a host gather as messages what does not lie in memory that they share.
 each_reducing_transport = pytest.mark.parametrize("transport_name", [*TRANSPORTS, "shm"])
 each_layout = pytest.mark.parametrize("layout", ["even", "flat", "ragged"])
@@ -117,12 +120,6 @@ def test_every_rank_gathers_all_parameters(world: World, transport_name: str, la
 
 @ranks(2)
 @each_transport
-def test_parameters_that_move_where_they_lie_are_gathered_beside_others(world: World, transport_name: str) -> None:
-    check_gather(world, transport_name, Case("even", SECTIONS["zero-copy"]))
-
-
-@ranks(2)
-@each_transport
 def test_sections_may_lie_in_memory_of_their_own(world: World, transport_name: str) -> None:
     case = Case("even", mixed(ODD, TINY, LARGE))
     apart = [transfers_of(Case("even", (section,)), world.size)[0] for section in case.sections]
@@ -155,7 +152,7 @@ def test_every_rank_gets_the_mean_of_what_it_owns(
 
 
 @ranks(2, 3)
-@each_transport
+@pytest.mark.parametrize("transport_name", some(TRANSPORTS, ("p2p", "collective")))
 @pytest.mark.parametrize("layout", ["even", "ragged"])
 @pytest.mark.parametrize("is_selected", [False, True])
 def test_messages_and_zero_copy_gradients_are_reduced_as_they_are(
@@ -194,7 +191,7 @@ def test_messages_and_zero_copy_gradients_are_reduced_as_they_are(
 
 
 @ranks(2, 3)
-@each_reducing_transport
+@some_transports
 @pytest.mark.parametrize("shard_dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_the_result_is_cast_to_the_dtype_of_the_shard(
@@ -205,7 +202,7 @@ def test_the_result_is_cast_to_the_dtype_of_the_shard(
 
 
 @ranks(2)
-@each_reducing_transport
+@some_transports
 @each_layout
 @pytest.mark.parametrize("reduction", [Reduction(), Reduction(7.0), Reduction(0.5), Reduction(2.0, sum_only=True)])
 def test_the_sum_is_divided_by_any_divisor(
@@ -216,7 +213,7 @@ def test_the_sum_is_divided_by_any_divisor(
 
 
 @ranks(4)
-@each_reducing_transport
+@some_transports
 @pytest.mark.parametrize("value", [30_000.0, 2 * 2.0**-24], ids=["overflow", "underflow"])
 def test_the_mean_of_fp16_neither_overflows_nor_vanishes(world: World, transport_name: str, value: float) -> None:
     """The sum would overflow if it were divided last, the terms would vanish if they were divided first."""
@@ -228,7 +225,7 @@ def test_the_mean_of_fp16_neither_overflows_nor_vanishes(world: World, transport
 
 
 @ranks(4)
-@each_reducing_transport
+@some_transports
 @each_layout
 def test_ranks_of_a_subgroup_are_numbered_within_it(world: World, transport_name: str, layout: LayoutName) -> None:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -245,7 +242,7 @@ def test_ranks_of_a_subgroup_are_numbered_within_it(world: World, transport_name
 
 
 @ranks(3)
-@each_reducing_transport
+@some_transports
 def test_exchanges_that_overlap_do_not_mix(world: World, transport_name: str) -> None:
     transport = make(transport_name)
     cases = [Case("even", mixed(ODD, LARGE)), Case("flat", mixed(LARGE)), Case("even", mixed(TINY))]
@@ -271,7 +268,7 @@ def test_exchanges_that_overlap_do_not_mix(world: World, transport_name: str) ->
 
 
 @ranks(2)
-@each_reducing_transport
+@some_transports
 @each_layout
 def test_shards_may_be_new_tensors_in_every_reduction(world: World, transport_name: str, layout: LayoutName) -> None:
     transport = make(transport_name)
@@ -351,7 +348,7 @@ def test_inference_mode_may_come_and_go(world: World, transport_name: str, first
 
 
 @ranks(2)
-@each_reducing_transport
+@some_transports
 def test_tensors_that_do_not_fit_their_plan_are_refused(world: World, transport_name: str) -> None:
     transport = make(transport_name)
     (transfer,) = transfers_of(Case("even", mixed(ODD)), world.size, transport=transport)
@@ -372,7 +369,7 @@ def test_tensors_that_do_not_fit_their_plan_are_refused(world: World, transport_
 
 
 @ranks(2)
-@each_reducing_transport
+@some_transports
 def test_no_transfers_are_nothing_to_do(world: World, transport_name: str) -> None:
     transport = make(transport_name)
     gather(transport, [], group(), 0).finish()

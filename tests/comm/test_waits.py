@@ -15,6 +15,7 @@ from torch import nn
 import fullshard
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.comm.waits import WAITS, PeerFailureError, describe, waiting
+from fullshard.watch import watch
 from tests.harness import World, ranks
 
 
@@ -31,7 +32,7 @@ def seen_in(wait: Callable[[], object], is_late: bool) -> list[str]:
     dist.barrier()
     thread = threading.Thread(target=look)
     thread.start()
-    time.sleep(0.3 if is_late else 0.0)
+    time.sleep(0.2 if is_late else 0.0)
     wait()
     over.set()
     thread.join()
@@ -80,7 +81,10 @@ def test_an_error_that_is_no_backends_stays_as_it_is(world: World, error: Except
     ],
     ids=["gloo", "NCCL"],
 )
-def test_an_error_of_a_backend_says_that_a_rank_was_lost(world: World, error: Exception) -> None:
+def test_an_error_of_a_backend_says_that_a_rank_was_lost(
+    world: World, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_NEWS", 0.1)  # there are none
     lost = pytest.raises(PeerFailureError, match="lost its connection to another rank in an all-reduce")
     with lost as found, waiting("an all-reduce", None):
         raise error

@@ -62,7 +62,7 @@ def rest(told: Connection) -> list[str]:
             return found
 
 
-@pytest.mark.parametrize(("kills", "steps"), [(1, 40), pytest.param(20, 100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kills", "steps"), [(1, 12), pytest.param(20, 100, marks=pytest.mark.slow)])
 def test_a_killed_job_goes_on_from_its_last_checkpoint(tmp_path: Path, kills: int, steps: int) -> None:
     expected = rest(start(tmp_path / "expected", steps)[1])[-1]
     rng, killed, begins, scratch = random.Random(kills), 0, [0], tmp_path / "scratch"

@@ -24,6 +24,7 @@ from fullshard.torch_private import CAN_SWAP_MEMORY
 from tests.harness import World
 from tests.harness.compare import LIBRARIES, TOLERANCE, LocalShard, deviation, each_block, kept
 from tests.harness.models import MLP, seeded
+from tests.harness.slow import slow
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,7 @@ def both_with(method: str) -> pytest.MarkDecorator:
 
 def first_of(name: str, *values: Any, quick: int = 1) -> pytest.MarkDecorator:
     """A parameter of which the quick lane has the first value or values, and the long lane all."""
-    others = [pytest.param(value, marks=pytest.mark.slow) for value in values[quick:]]
-    return pytest.mark.parametrize(name, [*values[:quick], *others])
+    return pytest.mark.parametrize(name, [*values[:quick], *slow(*values[quick:])])
 
 
 #: For tests of slots that keep their memory, and of gradients in memory that ranks share.

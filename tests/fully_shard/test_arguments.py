@@ -17,6 +17,7 @@ from tests.fully_shard.cases import assert_close, environment, first_of, inputs
 from tests.harness import World, ranks
 from tests.harness.compare import each_block
 from tests.harness.models import seeded
+from tests.harness.slow import slow
 
 
 @dataclass
@@ -76,7 +77,7 @@ CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Any, Any]] = {
 
 
 @ranks(2)
-@pytest.mark.parametrize("precision", [None, torch.float64], ids=str)
+@pytest.mark.parametrize("precision", [torch.float64, *slow(None)], ids=str)
 def test_what_a_forward_adds_to_its_arguments_arrives(world: World, precision: Any) -> None:
     for kind, container in CONTAINERS.items():
         model, reference = (seeded(lambda c=container: Stack(*c)) for _ in range(2))  # type: ignore[misc]

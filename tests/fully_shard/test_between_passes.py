@@ -18,6 +18,7 @@ from tests.fully_shard.cases import assert_close, environment, first_of, inputs,
 from tests.harness import World, ranks
 from tests.harness.compare import whole
 from tests.harness.models import MLP, seeded
+from tests.harness.slow import slow
 
 TRANSPORTS = first_of("transport", "shm", "p2p")
 
@@ -140,7 +141,7 @@ def compare(transport: str, options: dict[str, Any], do: Callable[[Program], Non
 
 
 OPTIONS = pytest.mark.parametrize(
-    "options", [{}, {"reshard_after_forward": False}, {"zero_stage": 1}, {"zero_stage": 0}], ids=str
+    "options", [{}, {"reshard_after_forward": False}, *slow({"zero_stage": 1}, {"zero_stage": 0})], ids=str
 )
 
 

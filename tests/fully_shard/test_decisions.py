@@ -203,16 +203,6 @@ def test_a_recomputation_that_stops_early_leaves_nothing_behind(world: World) ->
     pair.step(batch=tokens)
 
 
-@ranks(2)
-def test_blocks_are_used_in_one_step_and_not_in_the_next(world: World) -> None:
-    model, reference = seeded(Branches), seeded(Branches)
-    each_block(reshard_after_forward=True)(fullshard, model)
-    pair = Twins(world, model, reference)
-    for used in ([1, 1], [1, 0], [0, 1], [1, 1], [0, 0, 1], [1, 0]):
-        flags = torch.tensor(used)
-        pair.step(loss=lambda model, x, flags=flags: model(x, flags).square().mean())
-
-
 @ranks(2, transport="p2p")
 def test_what_was_gathered_ahead_and_not_used_is_gathered_again(world: World) -> None:
     model, reference = seeded(Branches), seeded(Branches)

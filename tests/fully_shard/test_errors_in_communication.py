@@ -127,7 +127,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "flat": lambda: wrapped(original=False),
 }
 #: The transports of the quick lane, and the others.
-QUICK = {"fully_shard": "shm", "double": "p2p", "extended": "p2p", "custom": "collective"}
+QUICK = {"double": "p2p"}
 CASES = [
     pytest.param(kind, transport, marks=[] if transport == QUICK.get(kind) else pytest.mark.slow)
     for kind in MODELS

@@ -36,6 +36,7 @@ from tests.harness import World, ranks
 from tests.harness.compare import each_block, kept, whole
 from tests.harness.held import mappings, open_files
 from tests.harness.models import MLP, Transformer, seeded, token_batch
+from tests.harness.slow import slow
 
 Story = Callable[[World], Iterator[Any]]
 STORIES: dict[str, Story] = {}
@@ -352,6 +353,7 @@ def tensor_parallel(world: World) -> Iterator[Any]:
     yield from steps(world, pauses.watch(model), sgd(model), 3, inputs(world.rank // 2))
 
 
+@pytest.mark.slow
 @ranks(4)
 @first_of("tell", replicas, tensor_parallel)
 def test_on_meshes_of_two_dims(world: World, tell: Story) -> None:
@@ -382,7 +384,7 @@ def write(model: Any, parameters: dict[str, Any], news: dict[str, Tensor], how: 
 
 @ranks(2, transport="shm")
 @first_of("slow", 0, 1)
-@pytest.mark.parametrize("between", ["steps", "forward and backward"])
+@pytest.mark.parametrize("between", ["forward and backward", *slow("steps")])
 def test_writes_are_read_by_all_afterwards_and_by_none_before(
     world: World, tmp_path: Path, between: str, slow: int
 ) -> None:

@@ -7,12 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.tensor import DTensor
 
 import fullshard
@@ -21,7 +15,6 @@ from tests.fully_shard.cases import (
     Library,
     are_sharded,
     assert_close,
-    first_of,
     groups_of,
     inputs,
     local,
@@ -71,16 +64,6 @@ def test_state_dicts_hold_no_view_of_more_than_a_group(world: World) -> None:
 
 
 @ranks(2)
-def test_a_state_dict_saved_by_torch_save_is_compact(world: World, tmp_path: Path) -> None:
-    model = seeded(lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]))
-    fullshard.fully_shard(model)
-    file = tmp_path / f"{world.rank}.pt"
-    held = {name: local(value) for name, value in model.state_dict().items()}
-    torch.save(held, file)
-    assert file.stat().st_size < 1.1 * sum(value.nbytes for value in held.values()) + 8192, "every weight once"
-
-
-@ranks(2)
 def test_state_dicts_of_odd_models_go_there_and_back(world: World) -> None:
     for build in (OddParameters, MixedDtypes, lambda: Transformer(tied=True)):
         model, other = seeded(build), seeded(build, seed=1)
@@ -105,28 +88,6 @@ def test_a_missing_key_is_said_and_hooks_of_users_run(world: World) -> None:
     del state["scale"]
     with pytest.raises(RuntimeError, match="scale"):
         model.load_state_dict(state)
-
-
-@ranks(2)
-@BOTH
-@first_of("cpu_offload", True, False)
-def test_full_model_state_dicts(world: World, fsdp: Library, cpu_offload: bool) -> None:
-    model, reference = shard_mlp(fsdp), seeded(MLP)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
-    state = get_model_state_dict(model, options=options)
-    if cpu_offload and world.rank > 0:
-        assert state == {}
-    else:
-        assert list(state) == list(reference.state_dict())
-        assert all(torch.equal(state[name], value) for name, value in reference.state_dict().items())
-    other = seeded(MLP, seed=1)
-    each_block()(fsdp, other)
-    set_model_state_dict(
-        other,
-        reference.state_dict() if world.rank == 0 else {},
-        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-    )
-    assert_close(other(inputs()), reference(inputs()), "output")
 
 
 @ranks(2)

@@ -89,7 +89,7 @@ def losses_with_torch(rank: int, size: int, kind: str, **options: Any) -> list[f
 
 @ranks(1, 2)
 @first_of("transport", "p2p", "shm", "collective")
-@first_of("kind", "float8 with scales ahead", "int8", "float8", quick=2)
+@first_of("kind", "float8 with scales ahead", "int8", "float8")
 def test_losses_are_those_of_torchs_fsdp2(world: World, kind: str, transport: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     ours = losses(world, Library("fullshard"), kind, reshard_after_forward=True)

@@ -83,6 +83,7 @@ def test_what_is_registered_after_forward(world: World, fsdp: Library, reshard: 
     assert are_sharded(model)
 
 
+@pytest.mark.slow
 @ranks(4)
 @BOTH
 def test_an_int_registers_shards_of_the_smaller_mesh_after_forward(world: World, fsdp: Library) -> None:

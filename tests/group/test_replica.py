@@ -17,10 +17,6 @@ LAST = 2
 """The last of three micro-batches, the one after which gradients are complete."""
 
 
-def accumulating(model: Any, micro: int) -> None:
-    model.set_requires_gradient_sync(micro == LAST)
-
-
 def sharded(world: World) -> Any:
     """The MLP on two replicas of one rank each."""
     model: Any = seeded(MLP)
@@ -58,7 +54,7 @@ def test_a_step_gathers_over_replicas_once_for_all_micro_batches(world: World, m
     for _ in range(2):
         gathers.clear()
         for micro in range(LAST + 1):
-            accumulating(model, micro)
+            model.set_requires_gradient_sync(micro == LAST)
             model(torch.ones(2, 6)).sum().backward()
         assert len(gathers) == len(set(gathers)) == groups
         optimizer.step()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 
-from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP, Placement, Strategy
+import pytest
+
+from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP, ZERO_1, Placement, Strategy
 from tests.fully_shard.cases import Recorder, first_of, groups_of, inputs, twins
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
@@ -39,11 +41,12 @@ def test_a_row_says_how_often_parameters_are_gathered(world: World, transport: s
 
 
 @ranks(2)
-def test_parameters_that_stay_whole_are_gathered_once_for_all_micro_batches(world: World) -> None:
+@pytest.mark.parametrize("strategy", [WHOLE, ZERO_1])
+def test_parameters_that_stay_whole_are_gathered_once_for_all_micro_batches(world: World, strategy: Strategy) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = "p2p"
     pair = twins(world, lambda: seeded(MLP))
     for group in groups_of(pair.sharded):
-        group.options.strategy = WHOLE
+        group.options.strategy = strategy
     params = dict(pair.sharded.named_parameters())
     pair.step()
     recorder = Recorder(pair.sharded, "gather", "reduce")

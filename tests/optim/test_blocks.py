@@ -101,7 +101,7 @@ def compare(name: str, placement: Callable[[nn.Parameter], Any]) -> tuple[Any, A
 
 
 @ranks(1, 2, 3, 4)
-@each(*LOW_BIT)
+@each(*LOW_BIT, quick=lambda name: name.endswith(("Adam4bit", ".Adam8bit")))
 def test_quantized_state_is_that_of_the_whole(world: World, name: str) -> None:
     model, optimizer = compare(name, lambda param: Ragged(block=4096))
     state = optimizer.state[model[0].weight]
@@ -113,7 +113,7 @@ def test_quantized_state_is_that_of_the_whole(world: World, name: str) -> None:
 
 
 @ranks(1, 2, 3, 4)
-@each(*OF_MATRICES)
+@each(*OF_MATRICES, quick=lambda name: name == "torch.Muon")
 def test_matrices_are_whole(world: World, name: str) -> None:
     model, _ = compare(name, lambda param: Ragged() if param.ndim == 2 else None)
     for param in (model[0].weight, model[2].weight, model[4].weight):
@@ -130,7 +130,7 @@ CUT_INSIDE = {
 
 
 @ranks(2)
-@each(*CUT_INSIDE)
+@each(*CUT_INSIDE, quick=lambda name: name == "torch.Muon")
 def test_parameters_that_are_cut_inside_blocks_are_named(world: World, name: str) -> None:
     placement, says = CUT_INSIDE[name]
     with pytest.raises(ValueError, match=says):
@@ -172,7 +172,7 @@ def save_and_load(world: World, folder: Path, name: str, loads: bool) -> list[Te
 
 
 @ranks(2)
-@each(*REFUSED)
+@each(*REFUSED, quick=lambda name: name.startswith("bitsandbytes"))
 def test_state_that_cannot_be_cut_for_other_ranks_is_not_saved(world: World, tmp_path: Path, name: str) -> None:
     model: Any = fully_shard(build(name), shard_placement_fn=placed(name))
     optimizer = optimizer_of(name, list(model.parameters()))
@@ -183,7 +183,7 @@ def test_state_that_cannot_be_cut_for_other_ranks_is_not_saved(world: World, tmp
 
 @each(
     *(name for name in [*LOW_BIT, *OF_MATRICES] if name not in REFUSED),
-    quick=lambda name: name in ("torch.Muon", "torchao.Adam8bit"),
+    quick=lambda name: name == "torch.Muon",
 )
 def test_state_is_loaded_by_other_numbers_of_ranks(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
     expected = run(rank_pool, save_and_load, 2, tmp_path, name, False)[0]
@@ -193,7 +193,7 @@ def test_state_is_loaded_by_other_numbers_of_ranks(rank_pool: RankPool, tmp_path
 
 
 @ranks(2, 3)
-@each("torch.AdamW", "torch.Muon", "torchao.Adam8bit")
+@each("torch.AdamW", "torch.Muon", "torchao.Adam8bit", quick=lambda name: name != "torchao.Adam8bit")
 def test_state_of_a_model_with_other_cuts_is_cut_again(world: World, name: str) -> None:
     """The state dict of the optimizer is loaded as it is: the model that is sharded next begins with the next rank."""
     with pytest.MonkeyPatch.context() as patch:

@@ -18,6 +18,7 @@ from fullshard.disk.file import DiskFile, Staging
 from fullshard.disk.tensor import DiskTensor
 from fullshard.optim import disk_step, local_step
 from tests.harness import World, ranks
+from tests.harness.slow import slow, some
 
 STEPS = 4
 
@@ -71,22 +72,20 @@ SHARES: dict[str, dict[str, Any]] = {
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in ("momentum", "two groups") else pytest.mark.slow) for name in OPTIMIZERS],
-)
+@pytest.mark.parametrize("name", some(OPTIMIZERS, ["two groups"]))
 def test_a_step_from_the_disk_is_the_step_in_memory(world: World, name: str) -> None:
     compare(world, name, "all")
 
 
 @ranks(2)
-@pytest.mark.parametrize("shares", SHARES)
+@pytest.mark.parametrize("shares", some(SHARES, ["half"]))
 def test_a_share_may_be_on_the_disk(world: World, shares: str) -> None:
     compare(world, "AdamW", shares)
 
 
+@pytest.mark.slow
 @ranks(2)
-@pytest.mark.parametrize("zero_stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_every_stage_may_be_on_the_disk(world: World, zero_stage: int) -> None:
     compare(world, "AdamW", "all", zero_stage)
 
@@ -178,8 +177,8 @@ def train_in_backward(model: Any, world: World, change: bool) -> list[Tensor]:
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("change", [False, True])
-@pytest.mark.parametrize("shares", ["all", "half", "state", "cached, little staging"])
+@pytest.mark.parametrize("change", [True, *slow(False)])
+@pytest.mark.parametrize("shares", ["half", *slow("all", "state", "cached, little staging")])
 def test_optimizers_that_step_in_backward_read_ahead_what_is_there_then(
     world: World, shares: str, change: bool, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fullshard.optim import ShardedGradScaler
 from tests.fully_shard.cases import local
 from tests.harness import World, ranks
+from tests.harness.slow import slow
 from tests.optim.cases import sharded
 
 TORCHS = sharded_grad_scaler.ShardedGradScaler
@@ -207,6 +208,7 @@ def test_plain_gradients_and_dtensors_of_several_meshes_mix(world: World) -> Non
     assert ours.get_scale() == 4.0
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_process_groups_skip_apart_unless_a_mesh_joins_them(world: World) -> None:
     mesh = world.mesh(2, 2, names=("dp", "tp"))
@@ -240,7 +242,7 @@ def test_state_is_torchs_and_moves_between_scalers(world: World) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("said", [False, True])
+@pytest.mark.parametrize("said", [False, *slow(True)])
 def test_one_number_is_communicated_for_each_optimizer(world: World, said: bool) -> None:
     calls: list[int] = []
     with pytest.MonkeyPatch.context() as patch:

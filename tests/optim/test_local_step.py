@@ -19,6 +19,7 @@ from tests.fully_shard.cases import inputs, local
 from tests.harness import World, ranks
 from tests.harness.compare import each_block
 from tests.harness.models import MixedDtypes, OddParameters, Transformer, seeded, token_batch
+from tests.harness.slow import slow, some
 from tests.optim.cases import (
     BEYOND_TORCH,
     FOREACH,
@@ -35,19 +36,19 @@ from tests.optim.cases import (
 )
 from tests.parity.test_composition import split_over
 
-ALL = pytest.mark.parametrize("name", OPTIMIZERS)
-HOW = pytest.mark.parametrize("how", [LOOP, FOREACH, FUSED], ids=["loop", "foreach", "fused"])
+QUICK = [
+    "SGD loop",
+    "Adagrad foreach",
+    "RMSprop momentum centered foreach",
+    "AdamW loop",
+    "AdamW foreach",
+    "AdamW fused",
+]
+HOW = pytest.mark.parametrize("how", [FOREACH, FUSED, *slow(LOOP)], ids=["foreach", "fused", "loop"])
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name.startswith("AdamW") or "momentum" in name else pytest.mark.slow)
-        for name in OPTIMIZERS
-        if name not in BEYOND_TORCH
-    ],
-)
+@pytest.mark.parametrize("name", some([name for name in OPTIMIZERS if name not in BEYOND_TORCH], QUICK[-2:]))
 def test_steps_are_those_on_dtensors(world: World, name: str) -> None:
     cls, options = OPTIMIZERS[name]
     pair = Pair(cls, **options)
@@ -56,7 +57,7 @@ def test_steps_are_those_on_dtensors(world: World, name: str) -> None:
 
 
 @ranks(1, 2, 3)
-@ALL
+@pytest.mark.parametrize("name", some(OPTIMIZERS, QUICK))
 def test_steps_are_those_of_plain_tensors(world: World, name: str) -> None:
     cls, options = OPTIMIZERS[name]
     model = sharded()

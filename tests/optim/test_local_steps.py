@@ -29,6 +29,7 @@ from tests.fully_shard.cases import inputs, shard_mlp
 from tests.harness import RankPool, World, failure_report, ranks
 from tests.harness.compare import whole
 from tests.harness.models import MLP, seeded
+from tests.harness.slow import slow, some
 
 EVERY = 4
 INT4 = WirePolicy("int4", "int4", min_numel=0)
@@ -172,11 +173,12 @@ def check(world: World, case: Case, shards: int) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, ("nesterov", "fragments", "overlap", "all of it")))
 def test_replicas_train_as_in_one_process(world: World, name: str) -> None:
     check(world, CASES[name], 1)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_replicas_exchange_changes_by_collectives(world: World) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = "collective"
@@ -184,7 +186,7 @@ def test_replicas_exchange_changes_by_collectives(world: World) -> None:
 
 
 @ranks(2, transport="checked")
-@pytest.mark.parametrize("name", [pytest.param("nesterov", marks=pytest.mark.slow), "all of it"])
+@pytest.mark.parametrize("name", ["all of it", *slow("nesterov")])
 def test_meetings_are_ordered_on_a_device(world: World, name: str) -> None:
     check(world, CASES[name], 1)
 
@@ -210,6 +212,7 @@ def test_replicas_exchange_nothing_between_meetings(world: World) -> None:
     assert exchanged <= traffic.asked < exchanged + 300, "half of the changes, half of their mean, and a comparison"
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_the_norm_of_gradients_and_gradients_are_those_of_a_replica(world: World) -> None:
     model, optimizer, _ = training(world, Case())
@@ -226,7 +229,7 @@ def test_the_norm_of_gradients_and_gradients_are_those_of_a_replica(world: World
 
 
 @ranks(2)
-@pytest.mark.parametrize("method", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@pytest.mark.parametrize("method", ["set_requires_all_reduce", *slow("set_requires_gradient_sync")])
 def test_gradients_accumulate(world: World, method: str) -> None:
     model, optimizer, _ = training(world, Case(inner=plain_sgd, every=2))
     simulation = Simulation(Case(inner=plain_sgd, every=2))
@@ -380,6 +383,7 @@ def load_on(world: World, path: Path, case: Case, replicas: int) -> None:
         torch.testing.assert_close(whole(optimizer.state[param]["exp_avg"]), same.state[before]["exp_avg"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_a_checkpoint_is_loaded_by_more_ranks_and_replicas(rank_pool: RankPool, replicas: int, tmp_path: Path) -> None:
     case = Case(outer=nesterov)
@@ -392,8 +396,8 @@ def test_a_checkpoint_is_loaded_by_more_ranks_and_replicas(rank_pool: RankPool, 
     ("arguments", "said"),
     [
         ({"every": [4, 8]}, "rank 0 has every=4 where rank 1 has every=8"),
-        ({"overlap": [0, 1]}, "rank 0 has overlap=0 where rank 1 has overlap=1"),
-        ({"fragments": [1, 2]}, "rank 0 has fragments=1 where rank 1 has fragments=2"),
+        pytest.param({"overlap": [0, 1]}, "rank 0 has overlap=0 where rank 1 has overlap=1", marks=pytest.mark.slow),
+        pytest.param({"fragments": [1, 2]}, "rank 0 has fragments=1 where rank 1 has", marks=pytest.mark.slow),
         ({"outer": [nesterov, adam]}, r"rank 0 has outer=SGD with .*'lr': 0.7.* where rank 1 has outer=Adam with"),
         ({"outer": [nesterov, None]}, r"rank 0 has outer=SGD with .* where rank 1 has outer=None"),
     ],
@@ -479,14 +483,10 @@ def test_steps_that_nobody_counts_are_refused(world: World) -> None:
         step(twin, its_optimizer, batch_of(world.rank, 1))
     with local_steps.global_parameters(), pytest.raises(RuntimeError, match="inside of global_parameters"):
         optimizer.step()
-    twin.load_state_dict(seeded_state(world))
+    twin.load_state_dict(shard_mlp(mesh=mesh_of(world)).state_dict())
     LocalSteps(twin, its_optimizer, every=1)
     step(twin, its_optimizer, batch_of(world.rank, 2))
     assert torch.equal(*gathered(whole(twin.scale)))
-
-
-def seeded_state(world: World) -> dict[str, Any]:
-    return shard_mlp(mesh=mesh_of(world)).state_dict()
 
 
 @ranks(2)
@@ -580,7 +580,7 @@ def test_replicas_that_are_at_different_steps_are_told_so(world: World) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("outer", [None, nesterov])
+@pytest.mark.parametrize("outer", [nesterov, *slow(None)])
 def test_changes_travel_encoded_and_replicas_agree(world: World, outer: Any) -> None:
     trained = list[list[torch.Tensor]]()
     for policy in (WirePolicy(), WirePolicy("int8", "int8", min_numel=0), replace(INT4, min_numel=43)):

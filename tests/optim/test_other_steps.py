@@ -17,11 +17,12 @@ from fullshard.optim import local_step, steps
 from fullshard.torch_private import local_of, make_dtensor, set_local, sharding_spec
 from tests.fully_shard.cases import inputs, local
 from tests.harness import World, ranks
+from tests.harness.slow import slow
 from tests.optim.cases import Pair, Sign, backward, on_dtensors, runs_on_local, sharded
 
 
 @ranks(2)
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, *slow(torch.optim.Adam)])
 def test_a_closure_runs_on_dtensors(world: World, cls: type[Optimizer]) -> None:
     pair = Pair(cls)
     for seed in range(3):

@@ -16,6 +16,7 @@ from fullshard.group import gradients
 from tests.harness import World, ranks
 from tests.harness.compare import Precision, ShardFunction, Training, compare, each_block, mean_square, whole
 from tests.harness.models import MLP, Branches, Transformer, random_batch, seeded, token_batch
+from tests.harness.slow import slow, some
 
 LAST = 2
 """The last of three micro-batches, the one after which gradients are complete."""
@@ -47,7 +48,7 @@ SET_UPS: dict[str, Callable[[Any, int], object]] = {
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("communicates", SET_UPS)
+@pytest.mark.parametrize("communicates", some(SET_UPS, ("each", "the last")))
 def test_micro_batches(world: World, communicates: str) -> None:
     compare(world, micro_batches(each_block(), set_up_micro=SET_UPS[communicates]))
 
@@ -73,7 +74,7 @@ def _clear(model: Any, how: str) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("how", ["optimizer", "foreach", "model", "by hand"])
+@pytest.mark.parametrize("how", ["optimizer", "model", *slow("foreach", "by hand")])
 @pytest.mark.parametrize("replicas", [False, True])
 @pytest.mark.parametrize("is_first", [True, False], ids=["nothing reduced", "reduced before"])
 def test_what_waits_is_dropped_when_gradients_are_cleared(
@@ -192,8 +193,9 @@ def test_gradient_divide_factor(world: World, divisor: float, sum_only: bool) ->
     compare(world, training, with_torch=sum_only)  # torch asks gloo for a reduction that gloo does not have
 
 
+@pytest.mark.slow
 @ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf"), *slow(1.0)])
 def test_clipped_gradients(world: World, norm_type: float) -> None:
     def clip(model: nn.Module) -> Tensor:
         return nn.utils.clip_grad_norm_(model.parameters(), 1e-2, norm_type)

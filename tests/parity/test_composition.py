@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.harness import World, ranks
 from tests.harness.compare import Precision, Training, adamw, compare, each_block, sgd
 from tests.harness.models import MLP, Checkpointing, Transformer, random_batch, seeded, split_over, token_batch
+from tests.harness.slow import slow
 
 CHECKPOINTING = pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
 RESHARD = pytest.mark.parametrize("reshard", [True, False])
@@ -42,6 +43,7 @@ def wrapped(module: nn.Module, checkpointing: Checkpointing) -> nn.Module:
     return checkpoint_wrapper(module, checkpoint_impl=kinds[checkpointing])
 
 
+@pytest.mark.slow
 @ranks(2)
 @CHECKPOINTING
 @RESHARD
@@ -103,6 +105,7 @@ def test_a_weight_in_several_checkpoints(world: World, checkpointing: Checkpoint
     compare(world, transformer(each_block(), partial(Repeating, checkpointing), batch=random_batch(4, 6)))
 
 
+@pytest.mark.slow
 @ranks(2)
 @CHECKPOINTING
 def test_checkpoints_in_bf16_over_micro_batches(world: World, checkpointing: Checkpointing) -> None:
@@ -129,7 +132,7 @@ def columns(parameter: nn.Parameter) -> Shard | None:
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize("optimizer", [sgd, *slow(adamw)])
 @RESHARD
 @pytest.mark.parametrize("placement", [None, columns])
 def test_tensor_parallel(world: World, optimizer: Any, reshard: bool, placement: Any) -> None:

@@ -115,6 +115,7 @@ class Mixed(nn.Module):
         return self.high(self.low(x.bfloat16()).float())
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_several_dtypes_resting_over_a_smaller_mesh(world: World) -> None:
     model = seeded(Mixed)

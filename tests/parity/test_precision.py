@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fullshard
-from tests.harness import World, everywhere, ranks
+from tests.harness import World, ranks
 from tests.harness.compare import (
     LIBRARIES,
     Batch,
@@ -49,17 +49,16 @@ def training_with(precision: Precision, **changes: Any) -> Training:
     return Training(**{**defaults, **changes})
 
 
-def reduce_after_the_last(model: Any, micro: int) -> None:
-    model.set_requires_gradient_sync(micro == 2)
-
-
 @ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_bf16_parameters_reduced_in_fp32(world: World, optimizer: Any, micro_batches: int) -> None:
     precision, changes = Precision(BF16, FP32), {"optimizer": optimizer}
     if micro_batches > 1:
-        changes |= {"micro_batches": micro_batches, "set_up_micro": reduce_after_the_last}
+        changes |= {
+            "micro_batches": micro_batches,
+            "set_up_micro": lambda model, micro: model.set_requires_gradient_sync(micro == 2),
+        }
     mesh = world.mesh(2, 2, names=("replicate", "shard")) if world.size == 4 else None
     compare(world, training_with(precision, shard=each_block(precision=precision, mesh=mesh), **changes))
 
@@ -165,7 +164,6 @@ def test_fp16_parameters_reduced_in_fp32(world: World, offloaded: bool, changes:
     compare(world, training_with(precision, shard=shard, **changes))
 
 
-@everywhere
 @ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_large_gradients_in_fp16(world: World, shards: int) -> None:

@@ -14,6 +14,7 @@ from fullshard import Ragged
 from tests.harness import World, ranks
 from tests.harness.compare import Batch, Precision, Training, adamw, compare, each_block, sgd
 from tests.harness.models import MLP, Branches, Transformer, random_batch, seeded, token_batch
+from tests.harness.slow import slow
 
 WHOLE, ROWS, BLOCK = Ragged(), Ragged(rows=2), Ragged(block=6)
 
@@ -26,13 +27,14 @@ check = partial(compare, with_torch=False)
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("placement", [WHOLE, ROWS, BLOCK, Ragged(tile=(3, 2))], ids=str)
+@pytest.mark.parametrize("placement", [WHOLE, ROWS, *slow(BLOCK, Ragged(tile=(3, 2)))], ids=str)
 def test_mlp(world: World, placement: Ragged) -> None:
     check(
         world, Training(build=lambda: seeded(MLP), shard=ragged(placement), batch=random_batch(4, 6), optimizer=adamw)
     )
 
 
+@pytest.mark.slow
 @ranks(2, 3)
 @pytest.mark.parametrize("placement", [WHOLE, ROWS], ids=str)
 def test_a_transformer_with_tied_and_frozen_weights(world: World, placement: Ragged) -> None:
@@ -45,7 +47,7 @@ def test_a_transformer_with_tied_and_frozen_weights(world: World, placement: Rag
 
 
 @ranks(2)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [1, *slow(0, 2)])
 def test_stages(world: World, stage: int) -> None:
     def set_up(model: Any, micro: int) -> None:
         model.set_requires_gradient_sync(micro == 1)
@@ -78,6 +80,7 @@ def test_branches_of_which_some_are_unused(world: World) -> None:
     check(world, Training(build=lambda: seeded(Branches), shard=shard, batch=batch, unused_are_zero=True))
 
 
+@pytest.mark.slow
 @ranks(4)
 @pytest.mark.parametrize("after_forward", [None, 2])
 def test_hybrid_and_smaller_meshes(world: World, after_forward: int | None) -> None:

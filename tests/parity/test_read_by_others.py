@@ -52,6 +52,7 @@ class Blocks(nn.Module):
         return self.blocks(x)
 
 
+@pytest.mark.slow
 @ranks(2, 3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @ORIGINAL

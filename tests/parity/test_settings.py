@@ -17,6 +17,7 @@ import fullshard
 from tests.harness import World, ranks
 from tests.harness.compare import Precision, Training, compare, each_block
 from tests.harness.models import MLP, Transformer, random_batch, seeded, token_batch
+from tests.harness.slow import slow, some
 
 
 @ranks(2)
@@ -64,8 +65,9 @@ def placed(fsdp: ModuleType, mesh: DeviceMesh) -> Any:
     )
 
 
+@pytest.mark.slow
 @ranks(4)
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("param_dtype", [None, *slow(torch.bfloat16)])
 def test_some_parameters_over_another_mesh(world: World, param_dtype: torch.dtype | None) -> None:
     mesh = world.mesh(2, 2, names=("replicate", "shard"))
     precision = Precision(param_dtype, torch.float32)
@@ -106,7 +108,7 @@ DIMS: dict[str, tuple[dict[str, str], list[Any]]] = {
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("kind", DIMS)
+@pytest.mark.parametrize("kind", some(DIMS, ("replicate", "shard and replicate")))
 @pytest.mark.parametrize("reshard", [True, False])
 def test_dims_of_a_full_mesh(world: World, kind: str, reshard: bool) -> None:
     dims, batch = DIMS[kind]

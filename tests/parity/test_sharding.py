@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.harness import World, everywhere, ranks
 from tests.harness.compare import Batch, Call, ShardFunction, Training, adamw, compare, each_block, mean_square, sgd
 from tests.harness.models import MLP, NestedOutputs, Transformer, random_batch, seeded, token_batch
+from tests.harness.slow import slow, some
 
 
 def mlp(shard: ShardFunction, model: Any = MLP, **changes: Any) -> Training:
@@ -24,7 +25,7 @@ def transformer(shard: ShardFunction) -> Training:
 
 @everywhere
 @ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize("optimizer", [sgd, *slow(adamw)])
 def test_mlp_of_odd_sizes(world: World, optimizer: Any) -> None:
     compare(world, mlp(each_block(), optimizer=optimizer))
 
@@ -38,11 +39,12 @@ def test_hybrid(world: World, replicas: int, optimizer: Any) -> None:
 
 
 @ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("reshard", [True, False, *slow(None)])
 def test_reshard_after_forward(world: World, reshard: bool | None) -> None:
     compare(world, transformer(each_block(reshard_after_forward=reshard)))
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_reshard_after_forward_to_a_smaller_group(world: World) -> None:
     compare(world, transformer(each_block(reshard_after_forward=2)))
@@ -176,6 +178,9 @@ WAYS = {
     "another method": mlp(with_a_second_entrance, TwoEntrances, loss=lambda model, b: mean_square(model.first_half, b)),
     "nested outputs": mlp(each_block(), NestedOutputs, loss=of_nested_outputs),
 }
+#: The random programs of tests/fuzz mix the others.
+QUICK = ("gathered by hand", "lists", "members of a list that run apart", "two forwards", "evaluation", "inference",
+         "a block that runs twice", "nested outputs")  # fmt: skip
 #: torch keeps the root's parameters of before the step after an evaluation, and trips over buffers that it has made in
 #: inference mode; and before 2.13 it does not find dataclasses.
 BEYOND_TORCH = {"evaluation", "inference"}
@@ -184,6 +189,6 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some(WAYS, QUICK))
 def test_ways_to_group_and_to_run(world: World, way: str) -> None:
     compare(world, WAYS[way], with_torch=way not in BEYOND_TORCH)

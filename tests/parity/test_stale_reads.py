@@ -95,10 +95,6 @@ def wrap(game: Game, original: bool = True) -> None:
         setattr(game, name, wrapper(part, use_orig_params=original))
 
 
-def plain_loss(game: Any, x: Tensor) -> Tensor:
-    return game.open(game.critic(game.generator(x))).square().mean()
-
-
 def penalty(game: Any, x: Tensor) -> Tensor:
     """The gradient penalty: how far the critic's gradient is from length 1."""
     made = game.open(game.generator(x))
@@ -162,9 +158,10 @@ def test_a_penalty_through_a_later_module_of_a_list(world: World) -> None:
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
 @pytest.mark.parametrize("kind", [Boxed, InSet, Closed])
 def test_blocks_hand_on_what_no_hook_can_replace(world: World, kind: type[Plain], frozen: bool) -> None:
-    train(world, plain_loss, kind=kind, frozen=frozen)
+    train(world, lambda game, x: game.open(game.critic(game.generator(x))).square().mean(), kind=kind, frozen=frozen)
 
 
+@pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize("original", [True, False], ids=["original", "flat"])
 def test_a_penalty_in_the_wrapper(world: World, original: bool) -> None:
@@ -264,6 +261,7 @@ def split(model: nn.Module, like: nn.Module) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_what_rests_on_fewer_ranks_may_be_resharded_before_its_backward(world: World) -> None:
     def loss(model: Any, x: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from tests.harness.compare import (
     train_sharded,
 )
 from tests.harness.models import MLP, Branches, OddParameters, random_batch, seeded
+from tests.harness.slow import slow, some
 
 EXACT = WirePolicy()
 INT8 = WirePolicy(gather="int8", reduce="int8", block=16, min_numel=30)
@@ -48,7 +49,9 @@ POLICIES = {
 LAST = 2
 #: Each test has its own choice of a transport: of those without shared memory, in which nothing is encoded.
 on_ranks = partial(ranks, transport="p2p")
-each_transport = pytest.mark.parametrize("transport", ["p2p", "collective"])
+each_transport = pytest.mark.parametrize("transport", ["p2p", *slow("collective")])
+#: Policies and cases of the quick lane.
+QUICK = ("int8", "without feedback", "stage 1", "micro-batches", "unused")
 
 
 class ReferenceWire:
@@ -177,13 +180,9 @@ def check(world: World, transport: str, policy: WirePolicy, **changes: Any) -> N
     assert_equal_steps(found, train_with_wires(training, world.rank, world.size, policy), f"{transport} {policy}")
 
 
-def accumulating(model: Any, micro: int) -> None:
-    model.set_requires_gradient_sync(micro == LAST)
-
-
 @on_ranks(2, 3)
-@each_transport
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("transport", ["p2p", "collective"])
+@pytest.mark.parametrize("name", some(POLICIES, QUICK))
 def test_training_is_the_same_as_with_what_arrives(world: World, transport: str, name: str) -> None:
     check(world, transport, POLICIES[name])
 
@@ -202,7 +201,10 @@ def branches(seed: int) -> tuple[Tensor, Tensor]:
 
 CASES: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"options": {"zero_stage": stage}, "optimizer": adamw} for stage in (1, 2)},
-    "micro-batches": {"micro_batches": LAST + 1, "set_up_micro": accumulating},
+    "micro-batches": {
+        "micro_batches": LAST + 1,
+        "set_up_micro": lambda model, micro: model.set_requires_gradient_sync(micro == LAST),
+    },
     "offloaded": {"options": {"offload_policy": fullshard.CPUOffloadPolicy()}},
     "scalars and gaps": {"build": lambda: seeded(lambda: OddParameters(non_contiguous=False))},
     "frozen": {"build": with_a_frozen_block},
@@ -212,7 +214,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @on_ranks(2)
 @each_transport
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, QUICK))
 def test_ways_to_train(world: World, transport: str, case: str) -> None:
     check(world, transport, INT8, **CASES[case])
 
@@ -220,13 +222,9 @@ def test_ways_to_train(world: World, transport: str, case: str) -> None:
 @on_ranks(2)
 @each_transport
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["int8", *slow("fp8")])
 def test_mixed_precision(world: World, transport: str, reduce_dtype: torch.dtype, name: str) -> None:
     check(world, transport, POLICIES[name], precision=Precision(torch.bfloat16, reduce_dtype))
-
-
-def numbered(seed: int) -> tuple[Tensor, Tensor]:
-    return *random_batch(4, 6)(seed), torch.tensor(seed)
 
 
 def overflowing(call: Any, batch: tuple[Tensor, ...]) -> Tensor:
@@ -243,11 +241,16 @@ def without_infinities(model: torch.nn.Module) -> None:
 
 @on_ranks(2)
 @each_transport
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", *slow("bf16", "int4")])
 def test_a_step_that_a_scaler_skips_leaves_nothing_and_the_scale_is_followed(
     world: World, transport: str, name: str
 ) -> None:
-    steps = {"loss": overflowing, "batch": numbered, "steps": 4, "after_backward": without_infinities}
+    steps = {
+        "loss": overflowing,
+        "batch": lambda seed: (*random_batch(4, 6)(seed), torch.tensor(seed)),
+        "steps": 4,
+        "after_backward": without_infinities,
+    }
     check(world, transport, POLICIES[name], scaler=scaler, **steps)
 
 
@@ -255,10 +258,11 @@ def scaler() -> ShardedGradScaler:
     return ShardedGradScaler("cpu", init_scale=8.0, growth_interval=1)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @each_transport
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("outer", ["exact", "int8"])
+@pytest.mark.parametrize("stage", [3, *slow(1)])
+@pytest.mark.parametrize("outer", ["int8", *slow("exact")])
 def test_replicas_that_shard(world: World, transport: str, stage: int, outer: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     outer_wire = {"exact": EXACT, "int8": WirePolicy(gather="int8", reduce="int8", block=8, min_numel=0)}[outer]
@@ -287,6 +291,7 @@ def parameters(world: World, policy: WirePolicy) -> Iterator[Tensor]:
             yield values if isinstance(values, Tensor) else values.local
 
 
+@pytest.mark.slow
 @on_ranks(2, 3)
 @each_transport
 def test_what_travels_as_it_is_stays_the_same_to_the_last_bit(world: World, transport: str) -> None:

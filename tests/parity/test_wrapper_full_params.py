@@ -13,6 +13,7 @@ import fullshard
 from tests.harness import World, ranks
 from tests.harness.compare import mean_square
 from tests.harness.models import MLP, random_batch, seeded
+from tests.harness.slow import slow
 from tests.harness.wrapper import (
     EACH_WRAPPER,
     ORIGINAL,
@@ -25,7 +26,7 @@ from tests.harness.wrapper import (
     wrap_blocks,
 )
 
-EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+EACH_STRATEGY = pytest.mark.parametrize("strategy", ["FULL_SHARD", *slow("SHARD_GRAD_OP"), "NO_SHARD"])
 BOOLEANS = [False, True]
 
 
@@ -122,6 +123,7 @@ def test_offloaded_to_cpu(world: World, strategy: str, original: bool, rank0_onl
             assert after[name][-1] == [scale * value for value in values]
 
 
+@pytest.mark.slow
 @ranks(2)
 @WRITES
 def test_full_gradients(world: World, strategy: str, writeback: bool) -> None:

@@ -18,6 +18,7 @@ from tests.harness import World, ranks
 from tests.harness.compare import Batch, Call, Precision, compare, mean_square, whole_gradients
 from tests.harness.faults import FailingBackward, Fault
 from tests.harness.models import MLP, random_batch, seeded
+from tests.harness.slow import slow
 from tests.harness.wrapper import (
     EACH_WRAPPER,
     HYBRID,
@@ -30,8 +31,8 @@ from tests.harness.wrapper import (
     wrap_blocks,
 )
 
-EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
-NORMS = pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+EACH_STRATEGY = pytest.mark.parametrize("strategy", ["FULL_SHARD", *slow("SHARD_GRAD_OP"), "NO_SHARD"])
+NORMS = pytest.mark.parametrize("norm_type", [2.0, float("inf"), *slow(1.0)])
 
 
 def after_a_forward(fsdp: ModuleType, **options: Any) -> Any:
@@ -188,20 +189,17 @@ def hooked(state: Callable[[], Any], hook: Callable[..., Any], **options: Any) -
     return shard
 
 
-def plain_state() -> default_hooks.DefaultState:
-    return default_hooks.DefaultState(dist.group.WORLD)
-
-
-def low_precision_state() -> default_hooks.LowPrecisionState:
-    return default_hooks.LowPrecisionState(dist.group.WORLD)
-
-
 @ranks(2, 3, transport="shm")
 @EACH_STRATEGY
 @ORIGINAL
 def test_the_hooks_that_communicate_as_usual(world: World, strategy: str, original: bool) -> None:
     hook = default_hooks.allreduce_hook if strategy == "NO_SHARD" else default_hooks.reduce_scatter_hook
-    compare(world, training(hooked(plain_state, hook, strategy=strategy, original=original)))
+    compare(
+        world,
+        training(
+            hooked(lambda: default_hooks.DefaultState(dist.group.WORLD), hook, strategy=strategy, original=original)
+        ),
+    )
 
 
 @ranks(2, transport="shm")
@@ -216,7 +214,12 @@ def test_the_hooks_that_compress(world: World, strategy: str, original: bool, dt
         return 64 * mean_square(call, batch)  # large enough for what is halved in fp16
 
     case = training(
-        hooked(low_precision_state, hooks[dtype], strategy=strategy, original=original),
+        hooked(
+            lambda: default_hooks.LowPrecisionState(dist.group.WORLD),
+            hooks[dtype],
+            strategy=strategy,
+            original=original,
+        ),
         loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
         precision=Precision(reduce_dtype=dtype),
@@ -307,8 +310,8 @@ def test_gradients_of_a_step_with_an_error_do_not_come_home_after_they_were_clea
 
 
 @ranks(4)
-@NORMS
-@pytest.mark.parametrize("inner", ["first", "last"])
+@pytest.mark.parametrize("norm_type", [2.0, *slow(1.0, float("inf"))])
+@pytest.mark.parametrize("inner", ["first", *slow("last")])
 def test_modules_over_other_process_groups_count_once_in_the_norm(world: World, norm_type: float, inner: str) -> None:
     """One layer is sharded inside of nodes, and replicated or not over these; the other one over all ranks."""
     nodes = world.mesh(2, 2, names=("replicate", "shard"))
@@ -326,6 +329,7 @@ def test_modules_over_other_process_groups_count_once_in_the_norm(world: World, 
     torch.testing.assert_close(model.clip_grad_norm_(1e-2, norm_type), expected)
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_modules_of_some_ranks_each_have_one_norm(world: World) -> None:
     """As experts: ranks 0 and 1 have other parameters than 2 and 3, and all have some in common."""

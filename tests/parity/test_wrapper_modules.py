@@ -13,11 +13,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from tests.harness import World, ranks
 from tests.harness.compare import Batch, compare, mean_square, whole_gradients
 from tests.harness.models import MLP, Checkpointing, Transformer, random_batch, seeded, token_batch
+from tests.harness.slow import slow
 from tests.harness.wrapper import (
     ORIGINAL,
     OUR_WRAPPER,
     SHARDED,
-    STRATEGIES,
     WRAPPERS,
     no_sync_before,
     training,
@@ -26,7 +26,7 @@ from tests.harness.wrapper import (
 )
 
 CHECKPOINTING = pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
-EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+EACH_STRATEGY = pytest.mark.parametrize("strategy", ["FULL_SHARD", *slow("SHARD_GRAD_OP"), "NO_SHARD"])
 SOME_STRATEGIES = pytest.mark.parametrize("strategy", SHARDED)
 
 
@@ -58,6 +58,7 @@ def test_checkpoint_wrapper(world: World, checkpointing: Checkpointing, strategy
     compare(world, transformer(shard))
 
 
+@pytest.mark.slow
 @ranks(2, transport="shm")
 @CHECKPOINTING
 @ORIGINAL

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.harness import World, ranks
 from tests.harness.compare import Precision, compare, first_difference, mean_square, train_sharded, whole_gradients
 from tests.harness.models import MLP, random_batch, seeded
+from tests.harness.slow import slow
 from tests.harness.wrapper import (
     ORIGINAL,
     OUR_WRAPPER,
@@ -39,7 +40,7 @@ def compare_with_torch(world: World, case: Any) -> None:
 @ranks(1, 2, transport="shm")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @ORIGINAL
-@pytest.mark.parametrize("dtypes", [(BF16, None), (BF16, FP32), (None, BF16), (BF16, torch.float16)])
+@pytest.mark.parametrize("dtypes", [(BF16, None), (None, BF16), *slow((BF16, FP32), (BF16, FP16))])
 def test_low_precision_gradients_are_kept(world: World, strategy: str, original: bool, dtypes: Any) -> None:
     def observe(fsdp: ModuleType) -> Any:
         flags = {"keep_low_precision_grads": True}
@@ -143,7 +144,7 @@ def wrap_automatically(ignored: tuple[str, ...] | None, buffer_dtype: torch.dtyp
 
 
 @ranks(2, transport="shm")
-@pytest.mark.parametrize("ignored", [None, (), ("LayerNorm",), ("BatchNorm1d", "LayerNorm")])
+@pytest.mark.parametrize("ignored", [None, ("LayerNorm",), *slow((), ("BatchNorm1d", "LayerNorm"))])
 @ORIGINAL
 def test_modules_that_keep_full_precision(world: World, ignored: tuple[str, ...] | None, original: bool) -> None:
     """By default batch norms do: they get units of their own, and with them come casts of what goes in and out."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -12,14 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.harness import World, ranks
-from tests.harness.compare import Precision, adamw, compare, first_difference, sgd, train_sharded, train_unsharded
+from tests.harness.compare import Precision, adamw, compare, sgd
 from tests.harness.models import MixedDtypes, Transformer, seeded, token_batch
+from tests.harness.slow import slow
 from tests.harness.wrapper import (
-    EACH_WRAPPER,
     HYBRID,
     ORIGINAL,
-    STRATEGIES,
-    WRAPPERS,
     no_sync_before,
     training,
     wrap_blocks,
@@ -27,7 +24,7 @@ from tests.harness.wrapper import (
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
-EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+EACH_STRATEGY = pytest.mark.parametrize("strategy", ["FULL_SHARD", *slow("SHARD_GRAD_OP"), "NO_SHARD"])
 LAST = 2
 """The last of three micro-batches."""
 
@@ -39,6 +36,7 @@ def test_strategies(world: World, strategy: str, original: bool) -> None:
     compare(world, training(wrap_blocks(strategy=strategy, original=original), steps=3))
 
 
+@pytest.mark.slow
 @ranks(2, transport="shm")
 @ORIGINAL
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
@@ -58,13 +56,14 @@ def hybrid_groups(world: World, kind: str) -> dict[str, Any]:
 
 
 @ranks(4)
-@pytest.mark.parametrize("strategy", HYBRID)
-@pytest.mark.parametrize("kind", ["groups", "mesh"])
+@pytest.mark.parametrize("strategy", [HYBRID[0], *slow(HYBRID[1])])
+@pytest.mark.parametrize("kind", ["mesh", *slow("groups")])
 @ORIGINAL
 def test_hybrid_strategies(world: World, strategy: str, kind: str, original: bool) -> None:
     compare(world, training(wrap_blocks(strategy=strategy, original=original, **hybrid_groups(world, kind))))
 
 
+@pytest.mark.slow
 @ranks(4)
 @pytest.mark.parametrize("strategy", HYBRID)
 @pytest.mark.parametrize("without_communication", [False, True])
@@ -96,25 +95,6 @@ def test_bf16_parameters_reduced_in_fp32(world: World, strategy: str, original: 
     compare(world, training(shard, precision=precision, optimizer=adamw))
 
 
-@ranks(2, transport="shm")
-@EACH_WRAPPER
-@EACH_STRATEGY
-@ORIGINAL
-@pytest.mark.parametrize("param_dtype", [None, BF16])
-def test_reduced_in_bf16(
-    world: World, library: str, strategy: str, original: bool, param_dtype: torch.dtype | None
-) -> None:
-    # What travels is bf16. The mean is kept in fp32 or rounded to bf16, depending on who adds up.
-    precision = Precision(param_dtype, BF16)
-    case = training(wrap_blocks(strategy=strategy, original=original, precision=precision), precision=precision)
-    steps = train_sharded(case, WRAPPERS[library], world.rank, world.size)
-    differences = [
-        first_difference(steps, train_unsharded(replace(case, mean_dtype=dtype), world.rank, world.size))
-        for dtype in (BF16, FP32)
-    ]
-    assert None in differences, differences
-
-
 @ranks(2, 3)
 @EACH_STRATEGY
 @ORIGINAL
@@ -142,8 +122,9 @@ def test_accumulated(world: World, strategy: str, original: bool, without_commun
     compare(world, training(shard, micro_batches=LAST + 1, **changes), with_torch=not offload)
 
 
+@pytest.mark.slow
 @ranks(2)
-@pytest.mark.parametrize("quiet", [{0}, {1}, {0, 2}])
+@pytest.mark.parametrize("quiet", [{1}, *slow({0}, {0, 2})])
 def test_some_micro_batches_communicate(world: World, quiet: set[int]) -> None:
     """Each gradient arrives once, however quiet and other micro-batches follow one another: the last one sends all."""
 
@@ -153,8 +134,9 @@ def test_some_micro_batches_communicate(world: World, quiet: set[int]) -> None:
     compare(world, training(wrap_blocks(), micro_batches=LAST + 2, around_micro=around))
 
 
+@pytest.mark.slow
 @ranks(2, transport="shm")
-@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", *slow(None)])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_prefetch_changes_nothing(world: World, prefetch: str | None, ahead: bool) -> None:
     def shard(fsdp: ModuleType, model: nn.Module) -> Any:
@@ -165,6 +147,7 @@ def test_prefetch_changes_nothing(world: World, prefetch: str | None, ahead: boo
     compare(world, training(shard, steps=3))
 
 
+@pytest.mark.slow
 @ranks(2, transport="shm")
 @ORIGINAL
 def test_units_inside_of_units(world: World, original: bool) -> None:
@@ -182,6 +165,7 @@ def test_units_inside_of_units(world: World, original: bool) -> None:
     compare(world, training(shard, build=lambda: seeded(nested)))
 
 
+@pytest.mark.slow
 @ranks(2, transport="shm")
 @ORIGINAL
 def test_a_plain_root_over_wrapped_blocks(world: World, original: bool) -> None:

@@ -19,6 +19,7 @@ from tests.fully_shard.cases import assert_close, inputs, twins
 from tests.harness import World, ranks
 from tests.harness.compare import OURS
 from tests.harness.models import MLP, seeded
+from tests.harness.slow import some
 from tests.harness.wrapper import wrap_blocks
 
 
@@ -54,7 +55,7 @@ TRANSFORMS: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 @ranks(2)
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("transform", some(TRANSFORMS, ("vjp", "vmap of grad", "forward AD")))
 def test_a_model_trains_through_a_transform(world: World, transform: str) -> None:
     def loss(model: Any, x: Tensor) -> Tensor:
         found = pytree.tree_leaves(TRANSFORMS[transform](model, x))
@@ -65,6 +66,7 @@ def test_a_model_trains_through_a_transform(world: World, transform: str) -> Non
         pair.step(loss=loss)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_transforms_of_a_wrapped_model_give_the_values_of_the_unsharded_one(world: World) -> None:
     reference = seeded(MLP)

@@ -19,6 +19,7 @@ from tests.fully_shard.cases import assert_close, groups_of, inputs, twins
 from tests.harness import World, ranks
 from tests.harness.compare import OURS, kept
 from tests.harness.models import seeded
+from tests.harness.slow import some
 from tests.harness.wrapper import wrap_blocks
 
 
@@ -101,7 +102,7 @@ class PackingBlock(nn.Linear):
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, ("tuple", "dict", "frozen dataclass", "registered", "deep")))
 def test_outputs_may_be_nested_in(world: World, kind: str) -> None:
     pair = twins(world, lambda: seeded(lambda: Packing(kind)), reshard_after_forward=True)
     for _ in range(2):

@@ -25,7 +25,7 @@ def wrapped(strategy: str, original: bool, transport: str = "p2p", build: Any = 
 
 
 @ranks(2)
-@ORIGINAL
+@first_of("original", True, False)
 @first_of("transport", "shm", "p2p", "collective", quick=2)
 def test_writes_through_data_between_evaluations_are_seen(world: World, original: bool, transport: str) -> None:
     """As of an average of another model, which is never trained."""
@@ -51,8 +51,9 @@ class Uneven(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @ranks(4)
-@ORIGINAL
+@first_of("original", False, True)
 @first_of("transport", "shm", "p2p", "collective")
 def test_all_ranks_see_writes_to_what_only_some_of_them_have(world: World, original: bool, transport: str) -> None:
     for strategy, grad in itertools.product(STRATEGIES, (True, False)):

@@ -181,6 +181,7 @@ def compare_states(
             assert deviation(state[name], value) < 10 * TOLERANCE, (step, name)
 
 
+@pytest.mark.slow
 @ranks(4)
 @first_of("strategy", *SHARDED)
 @first_of("original", False, True)

@@ -111,6 +111,7 @@ POLICIES: dict[str, Callable[[ModuleType], Any]] = {
 }
 
 
+@pytest.mark.slow
 @ranks(2)
 @ORIGINAL
 def test_policies_wrap_what_they_wrap_in_torch(world: World, original: bool) -> None:
@@ -263,6 +264,7 @@ def test_ranks_begin_with_the_first_ones_values(world: World, original: bool, po
         assert torch.equal(model.state_dict()[name], value), name
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_groups_and_meshes(world: World) -> None:
     """Every way to say over which ranks to shard cuts as said, in all instances."""
@@ -286,23 +288,3 @@ def test_groups_and_meshes(world: World) -> None:
         assert data[0].shard_size == 2, way
         assert (data[0].replicate_group is not None) == ("sharding_strategy" in way), way
         assert torch.allclose(model(*BATCH(0)), seeded(MLP)(*BATCH(0)), atol=1e-6)
-
-
-@ranks(1)
-def test_one_rank_has_nothing_to_shard_over(world: World) -> None:
-    for fsdp in WRAPPERS.values():
-        with pytest.warns(UserWarning, match="NO_SHARD"):
-            model = wrap_with(fsdp, seeded(MLP))
-        assert model.sharding_strategy is fsdp.ShardingStrategy.NO_SHARD
-
-
-def test_arguments_of_a_wrong_type_are_named() -> None:
-    wrong = {
-        "sharding_strategy": "FULL_SHARD",
-        "cpu_offload": True,
-        "backward_prefetch": "BACKWARD_PRE",
-        "mixed_precision": torch.bfloat16,
-    }
-    for name, value in wrong.items():
-        with fake_world(2), pytest.raises(TypeError, match=name):
-            FSDP(seeded(MLP), **{name: value})  # type: ignore[arg-type]

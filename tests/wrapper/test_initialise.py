@@ -438,6 +438,7 @@ def test_of_subclasses_the_tensors_travel_that_they_consist_of(world: World) -> 
     assert (param.a[0], param.b[0], buffer.a[0], buffer.b[0]) == (0, 1, 0, 1)
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_parts_of_tensor_parallel_parameters_come_from_their_own_first_rank(world: World) -> None:
     mesh = world.mesh(2, 2, names=("dp", "tp"))

@@ -220,9 +220,10 @@ def test_assign(world: World, original: bool) -> None:
         assert not torch.equal(model.state_dict()["gain"], build(1).gain)
 
 
+@pytest.mark.slow
 @ranks(2)
 @ORIGINAL
-@first_of("strategy", "FULL_SHARD", "SHARD_GRAD_OP")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_ties_across_units(world: World, original: bool, strategy: str) -> None:
     """The names are all there, as in the plain model, and loading either loads both."""
 
@@ -247,7 +248,7 @@ def test_ties_across_units(world: World, original: bool, strategy: str) -> None:
 
 
 @ranks(2)
-@ORIGINAL
+@first_of("original", False, True)
 def test_checkpoint_wrappers_and_none_are_interchangeable(world: World, original: bool) -> None:
     for kind in KINDS:
         model: Any = build(1)

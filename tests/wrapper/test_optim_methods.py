@@ -14,7 +14,6 @@ from tests.checkpoint.cases import (
     OURS,
     TORCHS,
     assert_same,
-    both_ways,
     libraries,
     optimizer_of,
     quiet,
@@ -23,10 +22,11 @@ from tests.checkpoint.cases import (
 )
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
+from tests.harness.slow import slow
 
 
 @ranks(1, 2)
-@both_ways
+@pytest.mark.parametrize("use_orig_params", [False, *slow(True)])
 def test_all_of_them_as_torch(world: World, use_orig_params: bool) -> None:
     found = []
     # On the CPU torch's lets all states of a fragment share the memory of the last one.

@@ -134,8 +134,9 @@ def test_training_goes_on_as_if_never_interrupted(
     assert train(second, fresh, steps, world.rank) == pytest.approx(train(first, stepped, steps, world.rank), rel=1e-6)
 
 
+@pytest.mark.slow
 @ranks(2)
-@both_ways
+@first_of("use_orig_params", True, False)
 def test_a_state_from_before_the_first_step_changes_no_step(world: World, use_orig_params: bool) -> None:
     for build in (torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adamax):
         losses = []

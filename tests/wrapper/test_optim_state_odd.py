@@ -35,6 +35,7 @@ from tests.checkpoint.cases import (
 from tests.fully_shard.cases import first_of
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
+from tests.harness.slow import slow
 
 
 class Odd(Optimizer):
@@ -190,7 +191,7 @@ def test_an_optimizer_of_some_parameters(world: World, use_orig_params: bool) ->
 
 
 @ranks(2)
-@both_ways
+@first_of("use_orig_params", True, False)
 def test_scalar_parameters(world: World, use_orig_params: bool) -> None:
     class Scaled(MLP):
         def __init__(self) -> None:
@@ -227,7 +228,7 @@ def test_nothing_is_shared_with_the_optimizer(world: World, use_orig_params: boo
 
 
 @ranks(2)
-@both_ways
+@first_of("use_orig_params", False, True)
 def test_rank0_only(world: World, use_orig_params: bool) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     optimizer = optimizer_of(model, "Adam")
@@ -248,6 +249,7 @@ def test_rank0_only(world: World, use_orig_params: bool) -> None:
         to_load(model, optimizer, None)
 
 
+@pytest.mark.slow
 @ranks(4)
 @first_of("use_orig_params", True, False)
 @first_of("kind", "SHARDED", "FULL")
@@ -269,9 +271,10 @@ def test_hybrid_sharding(world: World, use_orig_params: bool, kind: str) -> None
     assert_same(to_load(model, optimizer, saved), optimizer.state_dict())
 
 
+@pytest.mark.slow
 @ranks(3)
-@both_ways
-@pytest.mark.parametrize("rank0_only", [True, False])
+@first_of("use_orig_params", True, False)
+@pytest.mark.parametrize("rank0_only", [True, *slow(False)])
 def test_a_model_of_only_some_ranks(world: World, use_orig_params: bool, rank0_only: bool) -> None:
     """Nobody has to say which: the others do not take part."""
     for shape in ((1, 2), (2, 1), (2,)) if world.rank > 0 else ():
@@ -314,6 +317,7 @@ def test_dtensors_of_any_placement_are_loaded(world: World, use_orig_params: boo
         assert_same(to_load(model, optimizer, saved), optimizer.state_dict())
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_beside_tensor_parallel(world: World) -> None:
     mesh = world.mesh(2, 2, names=("data", "tensor"))

@@ -49,7 +49,7 @@ def part(model: Any, where: str) -> Any:
 
 
 @ranks(1, 2, 3)
-@ORIGINAL
+@first_of("original", False, True)
 def test_state_dicts_are_torchs(world: World, original: bool) -> None:
     def observe(fsdp: ModuleType, kind: str, strategy: str) -> Any:
         model = wrapped(fsdp, build(), strategy=strategy, original=original, **mesh_options(world, strategy, kind))
@@ -80,6 +80,7 @@ def locally(state: Any) -> Any:
     return seen
 
 
+@pytest.mark.slow
 @ranks(4)
 @first_of("strategy", *HYBRID)
 @first_of("original", False, True)
@@ -161,6 +162,7 @@ def test_ranks_that_get_nothing_get_what_they_get_with_torch(world: World, origi
     assert_all_see(lambda fsdp: {strategy: observe(fsdp, strategy) for strategy in STRATEGIES})
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_the_first_rank_of_each_node_of_a_hybrid_gets_all(world: World) -> None:
     model = wrapped(fullshard, build(), strategy="HYBRID_SHARD", **mesh_options(world, "HYBRID_SHARD"))
@@ -207,7 +209,7 @@ TREES: dict[str, Callable[..., Any]] = {
 
 
 @ranks(2)
-@ORIGINAL
+@first_of("original", True, False)
 def test_state_dicts_of_other_trees_are_torchs(world: World, original: bool) -> None:
     """Names are without checkpoint wrappers, and what is ignored is there as it is."""
 
@@ -222,7 +224,7 @@ def test_state_dicts_of_other_trees_are_torchs(world: World, original: bool) -> 
 
 
 @ranks(2)
-@ORIGINAL
+@first_of("original", False, True)
 def test_between_the_parts_of_a_step_and_after_steps(world: World, original: bool) -> None:
     """Making a state dict disturbs neither the step that is under way nor the next."""
     plain, model = build(), wrapped(fullshard, build(), original=original)
