@@ -61,7 +61,10 @@ def test_a_group_takes_no_more_calls_in_a_step() -> None:
     assert all(calls[count] <= limits[count] for count in CALLS), f"{calls}, and may be {limits}"
 
 
-@pytest.mark.parametrize(("world_size", "casts"), LAUNCHES)
+@pytest.mark.parametrize(
+    ("world_size", "casts"),
+    [pytest.param(*each, marks=() if each == (8, True) else pytest.mark.slow) for each in LAUNCHES],
+)
 def test_a_group_asks_no_more_of_a_device_in_a_step(world_size: int, casts: bool) -> None:
     found = measure_launches(world_size, [8, TRANSFORMER], groups=8, casts=casts)["counts"]
     costs = [each["fullshard"] for each in found.values()]
