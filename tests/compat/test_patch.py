@@ -157,7 +157,8 @@ def test_children_are_told_by_the_environment() -> None:
 
 def test_the_line_at_the_start_of_a_python_is_idle_unless_it_is_asked() -> None:
     idle = "assert not any('fullshard' in str(each) for each in (*sys.modules, *sys.meta_path))"
-    each = "import os, sys\nfor off in ('', '0', 'false', 'No', 'off'):\n    os.environ['FULLSHARD_PATCH'] = off\n    " + LINE
+    off = "for off in ('', '0', 'false', 'No', 'off'):\n    os.environ['FULLSHARD_PATCH'] = off\n"
+    each = f"import os, sys\n{off}    {LINE}"
     assert run("-S", "-c", f"{each}\n{idle}").returncode == 0  # without what is installed
     assert run("-I", "-S", "-c", LINE + idle, FULLSHARD_PATCH="1").returncode == 0  # which heeds no variable
 
