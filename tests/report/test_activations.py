@@ -165,7 +165,7 @@ def state(model: nn.Module) -> list[Any]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("front_end", ["fully_shard", "flat", "fragments"])
+@pytest.mark.parametrize("front_end", ["fully_shard", pytest.param("flat", marks=pytest.mark.slow), "fragments"])
 def test_a_model_that_trains_is_as_it_was(world: World, front_end: str) -> None:
     """Also on one rank alone, between two steps, and after an error in the model."""
     torch.manual_seed(0)

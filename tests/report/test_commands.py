@@ -94,9 +94,12 @@ def test_numbers_for_an_estimate_add_one(program: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     ("picture", "says"),
-    [("no/such/directory.svg", "cannot be drawn"), ("groups.xyz", "cannot be drawn: Format 'xyz'"),
-     ("groups.svg", "is not drawn: it needs matplotlib: pip install 'fullshard[report]'")],
-)  # fmt: skip
+    [
+        pytest.param("no/such/directory.svg", "cannot be drawn", marks=pytest.mark.slow),
+        ("groups.xyz", "cannot be drawn: Format 'xyz'"),
+        ("groups.svg", "is not drawn: it needs matplotlib: pip install 'fullshard[report]'"),
+    ],
+)
 def test_a_picture_that_cannot_be_drawn_does_not_keep_the_explanation(
     program: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, picture: str, says: str
 ) -> None:
@@ -108,7 +111,7 @@ def test_a_picture_that_cannot_be_drawn_does_not_keep_the_explanation(
     assert printed.err.startswith(f"fullshard explain: {picture} {says}")
 
 
-@pytest.mark.parametrize("command", ["fit", "explain"])
+@pytest.mark.parametrize("command", [pytest.param("fit", marks=pytest.mark.slow), "explain"])
 def test_what_a_forward_reads_may_be_given(program: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     add, given = add_fit, [f"{program}:read", "--ranks", "2", "--memory", "1GiB"]
     if command == "explain":

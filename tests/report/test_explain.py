@@ -168,7 +168,13 @@ def test_wires_between_replicas_send_and_keep_what_was_predicted(world: World, t
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", ["bf16", "keep", "no prefetch", "prefetch by bytes", "persistent"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("keep", "prefetch by bytes"),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("bf16", "no prefetch", "persistent")),
+    ],
+)
 def test_settings_change_what_is_predicted(world: World, way: str) -> None:
     low = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mp_policy": low} if way == "bf16" else {"reshard_after_forward": way != "keep"}

