@@ -1096,7 +1096,7 @@ MUTATIONS = (
         "compat/patch.py",
         "handler.addFilter(lambda _: not logging.getLogger().handlers)",
         "pass",
-        "tests/compat/test_patch.py::test_a_program_that_logs_in_its_own_way_is_told_each_thing_once",
+        "tests/compat/test_patch.py::test_a_program_runs_unchanged_and_is_told_each_thing_once",
     ),
     # checkpoints in stores
     Mutation(

@@ -39,6 +39,14 @@ README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("**/*.md"))
 PAGES = [README, ROOT / "CONTRIBUTING.md", *DOCS]
 
+#: Sections of pages that take longer than most.
+_SLOW = (
+    "Tied parameters",
+    "torch.compile",
+    "Estimate the time of a step",
+    "Meet every so many steps",
+    "Save and resume",
+)
 _HEADING = re.compile(r"(#+) (.*)")
 _RANKS = re.compile(r"<!-- ranks: (\d+) -->")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -87,8 +95,9 @@ def programs() -> list[Any]:
             blocks = text.count("```python")
             own = blocks - page.read_text().split("\n## ")[0].count("```python")
             if own if heading else blocks:
-                # tests/test_recipes.py runs recipes too, but for their bfloat16.
-                marks = pytest.mark.slow if page.stem == "recipes" else ()
+                # The quick lane has other tests of what these show (tests/test_recipes.py runs recipes).
+                is_slow = page.stem in ("recipes", "fit", "several-hosts") or heading in _SLOW
+                marks = pytest.mark.slow if is_slow else ()
                 found.append(pytest.param(page, heading, id=f"{page.stem}: {heading}", marks=marks))
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from unittest import mock
 
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 
 from fullshard.encodings import Encoding, add_scaled, encoding, fused_kernels
 from fullshard.wire_policy import EncodingName
+from tests.harness.compare import WITH_TORCH
 
 NAMES: tuple[EncodingName, ...] = ("bf16", "fp8", "int8", "int4")
 BLOCKS = (8, 24, 128)
 SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max
 each_encoding = pytest.mark.parametrize("name", NAMES)
-unhurried = settings(deadline=None, max_examples=150)
+#: The long lane looks at more examples.
+unhurried = settings(deadline=None, max_examples=150 if WITH_TORCH in os.environ else 40)
 
 NUMBERS = st.one_of(
     st.floats(-8, 8, width=32),

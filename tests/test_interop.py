@@ -192,9 +192,17 @@ def test_nobody_has_to_ask_for_it(imports: str) -> None:
 
 
 def test_nothing_of_torchs_sharding_is_imported_when_nobody_did() -> None:
-    code = "import fullshard, fullshard.interop, sys; print([name for name in sys.modules if name.startswith({!r})])"
+    """Nor does ``patch()`` take what knows both libraries: ``unpatch()`` would take it back, and a model that is
+    sharded later would be unknown."""
+    code = """
+import fullshard, fullshard.interop, sys
+print([name for name in sys.modules if name.startswith({!r})])
+from torch.distributed.checkpoint import state_dict
+fullshard.patch()
+print(state_dict.FSDP.torch_class.__module__)
+"""
     packages = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed._composable.fsdp")
-    assert run_alone(code.format(packages)) == "[]"
+    assert run_alone(code.format(packages)) == "[]\ntorch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 @pytest.mark.slow
@@ -218,17 +226,6 @@ importlib.reload(stage)
 print(fullshard.FSDPModule in stage.FSDPModule)
 """
     assert run_alone(code) == "True"
-
-
-def test_a_patch_leaves_alone_what_knows_both_libraries() -> None:
-    """``unpatch()`` would take it back, and a model that is sharded later would be unknown."""
-    code = """
-import fullshard
-from torch.distributed.checkpoint import state_dict
-fullshard.patch()
-print(state_dict.FSDP.torch_class.__module__)
-"""
-    assert run_alone(code) == "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 def test_a_release_of_torch_without_a_name_says_so() -> None:
@@ -320,8 +317,14 @@ def test_flattened_optimizer_state_is_loaded(world: World, kind: str, full: bool
 
 
 @ranks(4)
-@EACH_WRAPPED
-@pytest.mark.parametrize("strategy", HYBRID)
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        pytest.param(strategy, kind, marks=() if (strategy, kind) == ("HYBRID_SHARD", "original") else pytest.mark.slow)
+        for strategy in HYBRID
+        for kind in WRAPPED
+    ],
+)
 def test_state_dicts_of_hybrid_strategies(world: World, kind: str, strategy: str) -> None:
     mesh = world.mesh(2, 2, names=("replicate", "shard"))
     trained, other = (Trained(kind, seed=seed, strategy=strategy, device_mesh=mesh) for seed in range(2))
@@ -425,7 +428,7 @@ def test_modules_that_rename_their_keys(world: World) -> None:
 
 
 @ranks(3)
-@pytest.mark.parametrize("kind", FRONT_ENDS[:3])
+@pytest.mark.parametrize("kind", [*(pytest.param(each, marks=pytest.mark.slow) for each in WRAPPED), "composable"])
 def test_a_checkpoint_is_loaded_by_other_numbers_of_ranks(world: World, kind: str, tmp_path: Path) -> None:
     plain = Trained("plain")
     for number, count in enumerate((2, 3, 1, 2)):
@@ -448,7 +451,11 @@ def test_a_checkpoint_is_loaded_by_other_numbers_of_ranks(world: World, kind: st
 
 
 @ranks(2)
-@pytest.mark.parametrize("options", [FULL, FROM_FIRST, None], ids=["full", "broadcast", "dcp"])
+@pytest.mark.parametrize(
+    "options",
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in (FULL, FROM_FIRST)), None],
+    ids=["full", "broadcast", "dcp"],
+)
 def test_from_any_front_end_to_any(world: World, options: StateDictOptions | None, tmp_path: Path) -> None:
     plain = Trained("plain", steps=1)
     before = Trained("flat", steps=1)

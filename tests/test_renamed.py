@@ -49,8 +49,9 @@ def test_old_names_of_the_preemption_handler() -> None:
         checkpoint.PreemptionHandler(grace_period=1.0, within=3.0)  # type: ignore[call-arg]
 
 
-def test_the_old_keyword_of_an_estimate() -> None:
-    found: Any = fullshard.explain(lambda: nn.Sequential(nn.Linear(4, 4)), ranks=2)
+@ranks(1)
+def test_the_old_keyword_of_an_estimate(world: World) -> None:
+    found: Any = fullshard.explain(fullshard.fully_shard(nn.Linear(4, 4)))
     with pytest.warns(DeprecationWarning, match="'flops' of .*estimate is called 'peak_flops' since 0.2.0"):
         estimate = found.estimate(bandwidth=1e9, flops=1e9, tokens=8)
     assert estimate == found.estimate(bandwidth=1e9, peak_flops=1e9, tokens=8)

@@ -99,27 +99,20 @@ def test_it_is_refused_where_a_model_is_sharded() -> None:
     """)
 
 
-def test_a_program_runs_unchanged(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(PROGRAM + "import sys, helper\nprint(sys.argv[1:], __name__)")
-    (tmp_path / "helper.py").write_text("")
-    done = run("-m", "fullshard", "run", str(script), "--steps", "3")
-    assert done.returncode == 0, done.stderr
-    said = "fullshard.fully_shard fullshard.wrapper.fsdp\n['--steps', '3'] __main__\n"
-    assert done.stdout == said
-    lines = [line for line in done.stderr.splitlines() if "replaces the FSDP" in line]
-    assert len(lines) == 1
-    assert lines[0].startswith(f"fullshard: version {fullshard.__version__} replaces the FSDP of torch ")
-
-
+LOGGED = """
+import logging, sys, helper
+print(sys.argv[1:], __name__)
+log = logging.getLogger("fullshard")
+log.info("first")
+logging.basicConfig(format="own: %(message)s")
+log.info("second")
+"""
 TRAINED = """
 import torch, fullshard
 fullshard.patch()
 model = torch.nn.Linear(2, 2)
 torch.optim.SGD(model.parameters()).step()
 """
-
-
 FORKED = f"""
 import multiprocessing, torch, fullshard
 process = multiprocessing.get_context("fork").Process(target=exec, args=({TRAINED!r},))
@@ -128,25 +121,46 @@ process.join()
 """
 
 
-@pytest.mark.parametrize(
-    ("rank", "program"), [("0", TRAINED), pytest.param("1", TRAINED, marks=pytest.mark.slow), ("0", FORKED)]
-)
-def test_a_program_that_sharded_nothing_is_told_at_its_end(rank: str, program: str) -> None:
+def test_a_program_runs_unchanged_and_is_told_each_thing_once(tmp_path: Path) -> None:
+    """Also if it logs in its own way, and at its end that it sharded nothing."""
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM + LOGGED + TRAINED)
+    (tmp_path / "helper.py").write_text("")
+    done = run("-m", "fullshard", "run", str(script), "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "fullshard.fully_shard fullshard.wrapper.fsdp\n['--steps', '3'] __main__\n"
+    replaces, *lines = done.stderr.splitlines()
+    assert replaces.startswith(f"fullshard: version {fullshard.__version__} replaces the FSDP of torch ")
+    assert lines[:2] == ["fullshard: first", "own: second"], done.stderr
+    assert "nothing was sharded: this program trained with SGD" in "".join(lines[2:])
+    assert "replaces the FSDP" not in "".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "program"), [("1", TRAINED), ("0", FORKED)])
+def test_the_first_rank_says_that_nothing_was_sharded(rank: str, program: str) -> None:
     done = run("-c", program, RANK=rank)
     assert ("fullshard: nothing was sharded: this program trained with SGD" in done.stderr) is (rank == "0")
 
 
+#: The file that an installation puts into site-packages, which does this at the start of every Python.
+LINE = SOURCE.joinpath("fullshard_at_start.pth").read_text()
+
+
+@pytest.mark.slow
 def test_children_are_told_by_the_environment() -> None:
-    """The file that an installation puts into site-packages does this at the start of every Python."""
-    line = SOURCE.joinpath("fullshard_at_start.pth").read_text()
     looked = "import importlib.util; assert importlib.util.find_spec('torch')"  # as transformers does
-    done = run("-c", line + looked + PROGRAM, FULLSHARD_PATCH="1", RANK="1")
+    done = run("-c", LINE + looked + PROGRAM, FULLSHARD_PATCH="1", RANK="1")
     assert done.stdout == "fullshard.fully_shard fullshard.wrapper.fsdp\n"
     assert "replaces the FSDP" not in done.stderr, "the first rank says it"
-    idle = "import sys; assert not any('fullshard' in str(each) for each in (*sys.modules, *sys.meta_path))"
-    for off in ("", "0", "false", "No", "off"):
-        assert run("-S", "-c", line + idle, FULLSHARD_PATCH=off).returncode == 0, off  # without what is installed
-    assert run("-I", "-S", "-c", line + idle, FULLSHARD_PATCH="1").returncode == 0  # which heeds no variable
+
+
+def test_the_line_at_the_start_of_a_python_is_idle_unless_it_is_asked() -> None:
+    idle = "assert not any('fullshard' in str(each) for each in (*sys.modules, *sys.meta_path))"
+    off = "for off in ('', '0', 'false', 'No', 'off'):\n    os.environ['FULLSHARD_PATCH'] = off\n"
+    each = f"import os, sys\n{off}    {LINE}"
+    assert run("-S", "-c", f"{each}\n{idle}").returncode == 0  # without what is installed
+    assert run("-I", "-S", "-c", LINE + idle, FULLSHARD_PATCH="1").returncode == 0  # which heeds no variable
 
 
 @pytest.mark.parametrize("command", [["-m", "fullshard"], [str(Path(sys.executable).with_name("fullshard"))]])
@@ -174,16 +188,3 @@ def test_enums_have_torchs_members_and_values() -> None:
         if isinstance(torchs, enum.EnumMeta):
             ours = getattr(fullshard, name)
             assert {each.name: each.value for each in ours} == {each.name: each.value for each in torchs}
-
-
-def test_a_program_that_logs_in_its_own_way_is_told_each_thing_once(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("""
-import logging
-log = logging.getLogger("fullshard")
-log.info("first")
-logging.basicConfig(format="own: %(message)s")
-log.info("second")
-""")
-    done = run("-m", "fullshard", "run", str(script))
-    assert done.stderr.splitlines()[-2:] == ["fullshard: first", "own: second"], done.stderr

@@ -14,14 +14,11 @@ needs("accelerate", "transformers")
 APART = ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT", "recompute", "offload", "low_memory")
 
 
-def test_trains_saves_and_resumes(tmp_path: Path) -> None:
-    row("accelerate", tmp_path, "1-FULL_STATE_DICT", apart=APART)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
+        "1-FULL_STATE_DICT",
         "1-SHARDED_STATE_DICT",
         "1-SHARDED_STATE_DICT-flat",
         "1-FULL_STATE_DICT-flat",

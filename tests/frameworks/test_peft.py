@@ -11,12 +11,10 @@ from tests.frameworks.run import needs, row
 needs("transformers", "peft")
 
 
-@pytest.mark.parametrize("case", ["wrapped", pytest.param("fully_shard", marks=pytest.mark.slow)])
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("case", ["wrapped", "wrapped-flat", "fully_shard"])
 def test_trains_saves_adapters_and_resumes(tmp_path: Path, case: str) -> None:
+    """PEFT's own policy keeps frozen and trained parameters apart, where they are flat."""
     row("peft", tmp_path, case)
-
-
-@pytest.mark.slow
-def test_flat_parameters(tmp_path: Path) -> None:
-    """PEFT's own policy keeps frozen and trained parameters apart."""
-    row("peft", tmp_path, "wrapped-flat")

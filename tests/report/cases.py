@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,6 +17,13 @@ from tests.harness import World
 from tests.harness.models import MLP, seeded
 
 MS = 1_000_000
+
+
+def each_value(*values: Sequence[Any]) -> list[Any]:
+    """All combinations of values, of which the quick lane takes so many that it meets each value."""
+    most = max(map(len, values))
+    quick = [tuple(of_one[at % len(of_one)] for of_one in values) for at in range(most)]
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in product(*values)]
 
 
 def trained(model: nn.Module) -> Any:

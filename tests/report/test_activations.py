@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import fullshard
 from fullshard.report.activations import Activations
 from fullshard.report.explain import explain
 from tests.harness import World, ranks
+from tests.report.cases import each_value
 
 WORK = Work("traced", blocks=3, width=128, sequence=32, vocabulary=64)
 #: Tokens, and the bytes of one activation of the model's width, of all its logits, and of a number for each token.
@@ -43,6 +45,12 @@ def predicted(build: Callable[[], nn.Module] = WORK.build, batch: Any = None, **
     return found
 
 
+@cache
+def plainly() -> Activations:
+    """What is predicted of the model as it is."""
+    return predicted()
+
+
 def kept_by(run: Callable[[], Tensor], model: nn.Module, batch: Tensor) -> int:
     """The bytes that autograd saves in a real forward, without parameters and the batch, and those of the loss."""
     found: dict[int, int] = {}
@@ -62,7 +70,7 @@ def kept_by(run: Callable[[], Tensor], model: nn.Module, batch: Tensor) -> int:
 
 def test_a_forward_keeps_what_autograd_saves() -> None:
     model, tokens = WORK.build(), WORK.batch(0, 0)
-    assert predicted().kept == kept_by(lambda: model(tokens), model, tokens)
+    assert plainly().kept == kept_by(lambda: model(tokens), model, tokens)
 
 
 def test_the_example_keeps_what_autograd_saves() -> None:
@@ -73,8 +81,7 @@ def test_the_example_keeps_what_autograd_saves() -> None:
     assert (found.count, found.unit) == (66, "tokens")
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize(("use_reentrant", "is_inside"), each_value([False, True], [True, False]))
 def test_a_checkpointed_block_keeps_its_input_alone_and_computes_its_forward_twice(
     use_reentrant: bool, is_inside: bool
 ) -> None:
@@ -87,7 +94,7 @@ def test_a_checkpointed_block_keeps_its_input_alone_and_computes_its_forward_twi
             model.blocks[at] = fullshard.fully_shard(Checkpointed(block, use_reentrant))
         return fullshard.fully_shard(model)
 
-    found, plain = predicted(build), predicted()
+    found, plain = predicted(build), plainly()
     # The inputs of the blocks and of the norm, of the head, two numbers of the norm for each token, the logits as
     # cross_entropy has them, the loss and its weight.
     assert found.kept == (WORK.blocks + 1) * WIDE + WIDE + 2 * NARROW + LOGITS + 2 * 4
@@ -100,7 +107,7 @@ def test_a_checkpointed_block_keeps_its_input_alone_and_computes_its_forward_twi
 
 
 def test_flops_are_those_of_products() -> None:
-    flops = predicted().flops
+    flops = plainly().flops
     attention = 4 * TOKENS**2 * WORK.width
     for at in (1, 2, 3):
         assert flops["forward", at] == BLOCK_FLOPS
@@ -114,14 +121,14 @@ def wrapped(**options: Any) -> nn.Module:
     return fullshard.FullyShardedDataParallel(WORK.build(), auto_wrap_policy=policy, **options)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("use_orig_params", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_both_front_ends_compute_the_same(use_orig_params: bool) -> None:
-    assert predicted(lambda: wrapped(use_orig_params=use_orig_params)) == predicted()
+    assert predicted(lambda: wrapped(use_orig_params=use_orig_params)) == plainly()
 
 
 def test_mixed_precision_halves_what_is_kept_of_blocks() -> None:
     low = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    found, plain = predicted(lambda: fullshard.fully_shard_blocks(WORK.build(), mp_policy=low)), predicted()
+    found, plain = predicted(lambda: fullshard.fully_shard_blocks(WORK.build(), mp_policy=low)), plainly()
     assert found.flops == plain.flops
     assert 0.5 * plain.kept <= found.kept < 0.51 * plain.kept
 
@@ -158,7 +165,7 @@ def state(model: nn.Module) -> list[Any]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("front_end", ["fully_shard", "flat", "fragments"])
+@pytest.mark.parametrize("front_end", ["fully_shard", pytest.param("flat", marks=pytest.mark.slow), "fragments"])
 def test_a_model_that_trains_is_as_it_was(world: World, front_end: str) -> None:
     """Also on one rank alone, between two steps, and after an error in the model."""
     torch.manual_seed(0)
@@ -225,7 +232,9 @@ def bytes_taken_by(layer: str) -> tuple[float, float]:
     return forward.bytes - before, backward.bytes - before
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    "layer", ["LSTM", *(pytest.param(name, marks=pytest.mark.slow) for name in LAYERS if name != "LSTM")]
+)
 def test_what_a_kernel_takes_beside_its_results_counts(layer: str) -> None:
     build, shape = LAYERS[layer]
     found = predicted(build, torch.empty(shape, requires_grad=True))

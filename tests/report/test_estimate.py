@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,14 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard.report.estimate import Hardware
-from fullshard.report.explain import explain
+from fullshard.report.explain import Explanation, explain
 
 WIDTH, TOKENS = 32, 10
 #: Multiplications and additions of one weight, for all tokens.
 PRODUCT = 2 * WIDTH * WIDTH * TOKENS
 
 
-def layers(frozen: tuple[int, ...]) -> Callable[[], nn.Module]:
+@cache
+def layers(*frozen: int, batch: bool = False) -> Explanation:
     def build() -> nn.Module:
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
         for number in frozen:
@@ -28,12 +29,12 @@ def layers(frozen: tuple[int, ...]) -> Callable[[], nn.Module]:
             fullshard.fully_shard(layer)
         return fullshard.fully_shard(model)
 
-    return build
+    return explain(build, ranks=4, batch=torch.ones(TOKENS, WIDTH) if batch else None)
 
 
-@pytest.mark.parametrize("frozen", [(), (0,), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("frozen", [(), (0, 2), (0, 1, 2)])
 def test_a_frozen_weight_costs_no_gradient_of_its_own(frozen: tuple[int, ...]) -> None:
-    found = explain(layers(frozen), ranks=4).estimate(bandwidth=1e9, peak_flops=1.0, tokens=TOKENS)
+    found = layers(*frozen).estimate(bandwidth=1e9, peak_flops=1.0, tokens=TOKENS)
     rows = {row.name: row for row in found.groups}
     for number in range(3):
         row = rows[str(number)]
@@ -102,7 +103,7 @@ def test_only_the_all_reduce_of_a_hybrid_group_leaves_the_node() -> None:
 
 
 def test_throughput_and_the_share_of_the_peak_follow_from_the_step() -> None:
-    found = explain(layers(()), ranks=4)
+    found = layers()
     estimate = found.estimate(bandwidth=1e9, peak_flops=1e6, efficiency=0.5, tokens=TOKENS)
     assert estimate.flops == 3 * 3 * PRODUCT
     assert estimate.computing == pytest.approx(3 * 3 * PRODUCT / 0.5e6)
@@ -112,7 +113,7 @@ def test_throughput_and_the_share_of_the_peak_follow_from_the_step() -> None:
 
 
 def test_the_flops_of_a_batch_are_those_of_the_estimate() -> None:
-    found = explain(layers(()), ranks=4, batch=torch.ones(TOKENS, WIDTH))
+    found = layers(batch=True)
     estimate = found.estimate(bandwidth=1e9, peak_flops=1e6)
     assert estimate.is_counted
     assert estimate.flops == (3 * 3 - 1) * PRODUCT  # no gradient of the batch is needed
@@ -133,4 +134,4 @@ def test_the_flops_of_a_batch_are_those_of_the_estimate() -> None:
 )
 def test_hardware_that_makes_no_sense_is_refused(given: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        explain(layers(()), ranks=4).estimate(bandwidth=1e9, peak_flops=1e12, **given)
+        layers().estimate(bandwidth=1e9, peak_flops=1e12, **given)

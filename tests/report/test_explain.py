@@ -24,6 +24,7 @@ from fullshard.buffer.slots import SHARED
 from fullshard.report.explain import Explanation, explain
 from fullshard.schedule.unit import units_in
 from tests.harness import World, ranks
+from tests.report.cases import each_value
 
 WORK = Work("explained", blocks=4, width=256, sequence=4, vocabulary=64)
 TRANSPORTS = ("shm", "p2p", "collective")
@@ -82,15 +83,13 @@ def test_a_small_group_at_the_end_keeps_no_memory_of_its_own(world: World, trans
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("front_end", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize(("transport", "front_end"), each_value(TRANSPORTS, ["fully_shard", "wrapper"]))
 def test_a_step_sends_and_keeps_what_was_predicted(world: World, transport: str, front_end: str) -> None:
     check(sharded(front_end, transport), world)
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@pytest.mark.parametrize(("transport", "precision"), each_value(TRANSPORTS, [torch.bfloat16, None]))
 def test_replicas_that_shard_again_send_and_keep_what_was_predicted(
     world: World, transport: str, precision: torch.dtype | None
 ) -> None:
@@ -99,8 +98,7 @@ def test_replicas_that_shard_again_send_and_keep_what_was_predicted(
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("transport", "stage"), each_value(TRANSPORTS, [0, 1, 2]))
 def test_a_stage_sends_and_keeps_what_was_predicted(world: World, transport: str, stage: int) -> None:
     check(sharded("fully_shard", transport, zero_stage=stage), world)
 
@@ -109,8 +107,7 @@ WIRE = fullshard.WirePolicy(gather="int8", reduce="int4", min_numel=1000)
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("parameters", [True, False])
+@pytest.mark.parametrize(("transport", "parameters"), each_value(TRANSPORTS, [False, True]))
 def test_offload_to_a_disk_sends_and_keeps_what_was_predicted(
     world: World, transport: str, parameters: bool, tmp_path: Path
 ) -> None:
@@ -126,8 +123,7 @@ def kept_feedback(model: nn.Module) -> int:
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("transport", "stage"), each_value(TRANSPORTS, [1, 3]))
 def test_wires_send_and_keep_what_was_predicted(world: World, transport: str, stage: int) -> None:
     model = sharded("fully_shard", transport, wire_policy=WIRE, zero_stage=stage)
     check(model, world)
@@ -159,7 +155,7 @@ def test_wires_of_gradients_that_need_no_buffer_keep_what_was_predicted(world: W
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["p2p", "collective"])
+@pytest.mark.parametrize("transport", ["p2p", pytest.param("collective", marks=pytest.mark.slow)])
 def test_wires_between_replicas_send_and_keep_what_was_predicted(world: World, transport: str) -> None:
     mesh = world.mesh(2, 1, names=("replicate", "shard"))
     model = sharded("fully_shard", transport, mesh=mesh, outer_zero_stage=1, outer_wire_policy=WIRE)
@@ -172,7 +168,13 @@ def test_wires_between_replicas_send_and_keep_what_was_predicted(world: World, t
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", ["bf16", "keep", "no prefetch", "prefetch by bytes", "persistent"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("keep", "prefetch by bytes"),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("bf16", "no prefetch", "persistent")),
+    ],
+)
 def test_settings_change_what_is_predicted(world: World, way: str) -> None:
     low = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mp_policy": low} if way == "bf16" else {"reshard_after_forward": way != "keep"}

@@ -23,7 +23,7 @@ from fullshard.comm.waits import WAITS, Waits
 from fullshard.schedule.unit import unit_of
 from tests.fully_shard.cases import inputs
 from tests.harness import World, ranks
-from tests.report.cases import WAYS_TO_STEP, sharded, trained, trained_by
+from tests.report.cases import WAYS_TO_STEP, each_value, sharded, trained, trained_by
 
 
 @ranks(2)
@@ -110,8 +110,7 @@ def test_saves_are_in_the_line_of_the_step_in_which_they_end(world: World, tmp_p
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", WAYS_TO_STEP)
-@pytest.mark.parametrize("front_end", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize(("way", "front_end"), each_value(WAYS_TO_STEP, ["fully_shard", "wrapper"]))
 def test_a_step_of_training_is_a_line_whatever_optimizers_it_has(
     world: World, way: str, front_end: str, tmp_path: Path
 ) -> None:
@@ -141,17 +140,12 @@ def test_steps_have_the_numbers_that_the_user_gives(world: World, tmp_path: Path
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1200, 1201, 1207]
 
 
-PEAK = """
-import torch
-from fullshard.report.watching import Memory
-print(Memory(torch.device("cpu")).peak())
-"""
-
-
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is the kernel's count, on Linux")
 def test_the_peak_of_a_process_is_not_that_of_its_parent() -> None:
     held = bytearray(b"1") * (1 << 30)
-    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    show = 'import torch; from fullshard.report.watching import Memory; print(Memory(torch.device("cpu")).peak())'
+    done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
     assert 0 < int(done.stdout) < len(held)
 
 

@@ -12,13 +12,12 @@ from fullshard.report.explain import ADAM
 from fullshard.report.search import Search, _Choice, _simulated
 
 WORK = Work("combined", blocks=4, width=128, sequence=256, vocabulary=64)
-SIZE = 2
 
 
-@pytest.fixture(params=["shm", "p2p", "collective"])
+@pytest.fixture(params=[*(pytest.param(name, marks=pytest.mark.slow) for name in ("shm", "collective")), "p2p"])
 def search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Search]:
     monkeypatch.setenv("FULLSHARD_TRANSPORT", request.param)
-    with _simulated(SIZE, None):
+    with _simulated(2, None):
         yield Search(WORK.build(), WORK.batch(0, 0), ADAM, None, None, MixedPrecisionPolicy(), {})
 
 
@@ -32,9 +31,6 @@ def test_a_combination_of_traces_is_a_trace(search: Search) -> None:
         combined, checked = search.need(choice), search.checked(search._planned(choice, 1, []))
         assert combined.most == pytest.approx(checked.most, rel=0.03), choice
         assert combined.seconds == pytest.approx(checked.seconds, rel=0.03), choice
-
-
-def test_a_need_is_explained_by_its_largest_part(search: Search) -> None:
     need = search.need(_Choice(1))
     assert need.above(need.most) == 0
     assert need.above(need.most - 1) >= 1
@@ -42,8 +38,5 @@ def test_a_need_is_explained_by_its_largest_part(search: Search) -> None:
     assert phase.startswith("the ")
     assert max(need.peaks, key=lambda name: need.peaks[name]) in phase
     assert part.split(" are ")[1] in need.parts
-
-
-def test_the_state_of_the_optimizer_counts(search: Search) -> None:
-    without = Search(WORK.build(), WORK.batch(0, 0), 0.0, None, None, MixedPrecisionPolicy(), {})
-    assert without.need(_Choice(1)).most < search.need(_Choice(1)).most
+    search._optimizer_bytes = 0.0
+    assert search._need(_Choice(1)).most < need.most, "the state of the optimizer counts"

@@ -120,7 +120,7 @@ def test_recorded_training_is_as_without(world: World) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "p2p"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("p2p", marks=pytest.mark.slow)])
 def test_the_findings_name_a_rank_that_sleeps_and_where(world: World, transport: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     model = sharded()
@@ -190,7 +190,7 @@ def test_a_wrapped_model_that_recomputes_is_recorded(world: World) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("front_end", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("front_end", ["fully_shard", pytest.param("wrapper", marks=pytest.mark.slow)])
 def test_compiled_blocks_are_recorded(world: World, front_end: str) -> None:
     """The hooks of a compiled module call the methods of its own unit, whatever its class or who looks on."""
     if front_end == "wrapper":

@@ -140,13 +140,13 @@ CACHES: dict[str, Callable[[], Tensor]] = {
 
 
 class Model(nn.Module):
-    def __init__(self, cached: Callable[[], Tensor]) -> None:
+    def __init__(self, *cached: Callable[[], Tensor]) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.cached = [cached]  # not a submodule
+        self.cached = cached  # not submodules
 
     def forward(self, x: Tensor, *, fails: bool = False) -> Tensor:
-        y = (self.linear(x) * self.cached[0]()).sum()
+        y = (self.linear(x) * sum(cached() for cached in self.cached)).sum()
         return y.item() if fails else y  # type: ignore[return-value]
 
 
@@ -155,27 +155,25 @@ def explained(model: nn.Module, **options: Any) -> None:
         explain(fullshard.fully_shard(model), batch={"x": torch.ones(2, 4), **options})
 
 
-@pytest.mark.parametrize("where", CACHES)
-def test_nothing_that_was_cached_stays(where: str) -> None:
-    cached = CACHES[where]
+def test_nothing_that_was_cached_stays() -> None:
     with pytest.raises(RuntimeError, match="failed on tensors without values"):
-        explained(Model(cached), fails=True)
-    explained(Model(cached))
-    loss = Model(cached)(torch.ones(2, 4))
+        explained(Model(*CACHES.values()), fails=True)
+    explained(Model(*CACHES.values()))
+    loss = Model(*CACHES.values())(torch.ones(2, 4))
     assert not isinstance(loss, FakeTensor)
     loss.backward()
-    for at in range(2):
-        assert not isinstance(cached(), FakeTensor), at  # what is cached now is a value
+    for where, cached in [*CACHES.items()] * 2:
+        assert not isinstance(cached(), FakeTensor), where  # what is cached now is a value
     by_function.cache_clear()
 
 
-@pytest.mark.usefixtures("whole_snapshots")
-def test_what_was_there_before_stays() -> None:
+@pytest.mark.parametrize("snapshots", ["small_snapshots", pytest.param("whole_snapshots", marks=pytest.mark.slow)])
+def test_what_was_there_before_stays(request: pytest.FixtureRequest, snapshots: str) -> None:
+    request.getfixturevalue(snapshots)
     before = TABLES["before"] = torch.zeros(4)
     TABLES.pop("table", None)
     kept = by_global()
-    explained(Model(CACHES["dict of a module"]))
-    explained(Model(by_global))
+    explained(Model(CACHES["dict of a module"], by_global))
     assert [*TABLES] == ["before"]
     assert TABLES["before"] is before
     assert by_global() is kept

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fullshard.report.activations import Activations
+import fullshard
+from fullshard.report.activations import trace_step
 from fullshard.report.explain import explain
+from fullshard.report.snapshot import Snapshot
 from fullshard.report.values import Values
+from tests.harness import World, ranks
 
 
 def numbers(x: Tensor) -> Tensor:
@@ -38,20 +41,19 @@ class Reading(nn.Module):
         return self.read[0](self.linear(x)).exp().sum()  # type: ignore[no-any-return]
 
 
-def traced(read: Any, values: Values | None) -> Activations:
-    found = explain(lambda: Reading(read), ranks=2, batch=torch.empty(64, 8), values=values).activations
-    assert found is not None
-    return found
-
-
+@ranks(1)
 @pytest.mark.parametrize("read", [numbers, masks, chosen, selected])
-def test_a_value_that_is_read_may_be_given(read: Any) -> None:
+def test_a_value_that_is_read_may_be_given(world: World, read: Any) -> None:
+    model, program = fullshard.fully_shard(Reading(read)), Snapshot()
+
+    def kept(values: Values) -> int:
+        return trace_step(model, torch.empty(64, 8), None, values, program).kept
+
     where = f"test_values.py:{read.__code__.co_firstlineno + 1}"
     with pytest.raises(RuntimeError, match=f"reads the value of a tensor at {where} .*return x.*: give what it reads"):
-        traced(read, {"other.py:1": 1})
+        kept({"other.py:1": 1})
     size = 8 if read is selected else 1
-    few, many = (traced(read, {where: size * count}).kept for count in (2, 60))
-    assert traced(read, size * 2).kept == few < many
+    assert kept(size * 2) == kept({where: size * 2}) < kept({where: size * 60})
 
 
 class Routed(nn.Module):
