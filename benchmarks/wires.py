@@ -31,7 +31,7 @@ from benchmarks.models import COMMUNICATION, COMPUTE, TINY, Work
 from benchmarks.ranks import run_ranks
 from benchmarks.strategies import DDP, Options, measure, print_table
 from fullshard import WirePolicy, fully_shard
-from fullshard.comm.encoded import PARCEL
+from fullshard.comm.encoded import CHUNK
 from fullshard.encodings import encoding
 from fullshard.optim import LocalSteps
 
@@ -63,19 +63,19 @@ def run_on_hosts(rate: str) -> Callable[..., list[Any]]:
 
 
 def time_encodings() -> None:
-    """Print the milliseconds in which one core encodes and decodes a MiB of fp32, in parcels as routes have them."""
+    """Print the milliseconds in which one core encodes and decodes a MiB of fp32, in chunks as routes have them."""
     torch.set_num_threads(1)
-    values, scratch, into = torch.randn(PARCEL), torch.empty(PARCEL), torch.empty(PARCEL)
+    values, scratch, into = torch.randn(CHUNK), torch.empty(CHUNK), torch.empty(CHUNK)
     mib = 2**20 / values.nbytes
     print(f"{'ms for a MiB of fp32':<24}{'encode':>8}{'decode':>8}   in general operators")
     print(f"{'copy':<24}{mib * _milliseconds(lambda: into.copy_(values)):>8.3f}")
     for name in ("bf16", "fp8", "int8", "int4"):
         chosen = encoding(name, 128)
         assert chosen is not None
-        out = torch.empty(chosen.nbytes(PARCEL), dtype=torch.uint8)
-        blocks, rows = values.view(-1, 128), chosen.rows(out, PARCEL)
+        out = torch.empty(chosen.nbytes(CHUNK), dtype=torch.uint8)
+        blocks, rows = values.view(-1, 128), chosen.rows(out, CHUNK)
         times = [_milliseconds(partial(chosen.encode, values, out, scratch))]
-        times.append(_milliseconds(partial(chosen.decode, out, PARCEL)))
+        times.append(_milliseconds(partial(chosen.decode, out, CHUNK)))
         if name != "bf16":
             times.append(_milliseconds(partial(chosen.encode_any, blocks, rows)))
             times.append(_milliseconds(partial(chosen.decode_any, rows)))

@@ -1,4 +1,4 @@
-"""Parcels on a device: encoded, decoded and added up in pieces of a limited size, with the same results."""
+"""Chunks on a device: encoded, decoded and added up in pieces of a limited size, with the same results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COUNT, NUMEL = 12, 1024
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operation returns, of parcels end to end or of blocks."""
+    """Elements of the largest tensor that an operation returns, of chunks end to end or of blocks."""
 
     numel = 0
 
@@ -31,7 +31,7 @@ class Largest(TorchDispatchMode):
 
 
 def exchange(of: Encoding, together: int) -> tuple[list[torch.Tensor], int]:
-    """What parcels become, and the elements of the largest temporary tensor."""
+    """What chunks become, and the elements of the largest temporary tensor."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(NUMEL - 100, generator=generator) for _ in range(COUNT)]
     lost = [torch.zeros(NUMEL - 100, dtype=torch.bfloat16) for _ in values]

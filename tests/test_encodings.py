@@ -49,7 +49,7 @@ def decoded(of: Encoding, data: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def by_any_path(of: Encoding, values: torch.Tensor) -> torch.Tensor:
-    """A parcel as a device encodes it, which has no kernels."""
+    """A chunk as a device encodes it, which has no kernels."""
     out = encoded(of, values)
     finite = values.nan_to_num(0.0, 0.0, 0.0).abs().amax()
     factor = 1 / float(out[-16:-12].view(torch.float32)) if finite > 0 else 1.0
@@ -58,7 +58,7 @@ def by_any_path(of: Encoding, values: torch.Tensor) -> torch.Tensor:
 
 
 def bounds(name: EncodingName, values: torch.Tensor, block: int) -> torch.Tensor:
-    """The largest error of each number, by the format. What is too small beside the largest number of the parcel for
+    """The largest error of each number, by the format. What is too small beside the largest number of the chunk for
     the range of a scale is within the last term."""
     blocks = values.double().view(-1, block)
     finite = torch.where(blocks.isfinite(), blocks, 0.0)

@@ -26,13 +26,13 @@ from fullshard.device import CPU
 from fullshard.encoded_tensors import EncodedTensors, add_up, decode_tensors, encode_together
 from fullshard.encodings import Encoding
 from fullshard.wire_policy import EncodingName
-from tests.comm.test_encoded import launches_of_letters
+from tests.comm.test_encoded import launches_of_messages
 from tests.harness import World, ranks
 from tests.simulated import simulate
 from tests.test_encodings import made
 
 ROOT = Path(__file__).parent.parent
-#: Kernels that write the letters of a gather and read them, and the same of a reduction, on any number of ranks.
+#: Kernels that write the messages of a gather and read them, and the same of a reduction, on any number of ranks.
 COUNTED = (11, 5, 10, 10)
 EXTREMES = [0.0, -0.0, 2.0**-149, -(2.0**-149), 2.0**-126, 3.4e38, -3.4e38, 1.0, 1.5, 2.5, 448.0, 57344.0]
 ODD = [float("inf"), float("-inf"), float("nan")]
@@ -53,7 +53,7 @@ def kernels(found: ModuleType | None) -> AbstractContextManager[object]:
 
 
 def numbers(kind: str, block: int) -> list[torch.Tensor]:
-    """Tensors of several parcels, of whole blocks and less."""
+    """Tensors of several chunks, of whole blocks and less."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(count, generator=generator) for count in (3 * block, 7 * block - 5, block, 20 * block + 1)]
     match kind:
@@ -78,18 +78,18 @@ def numbers(kind: str, block: int) -> list[torch.Tensor]:
 
 
 def exchange(of: Encoding, values: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """The bytes of parcels, what is lost of their numbers, what they are decoded to, and sums over ranks."""
+    """The bytes of chunks, what is lost of their numbers, what they are decoded to, and sums over ranks."""
     values = [each.to(device) for each in values]
     numels = [-(-each.numel() // of.block) * of.block for each in values]
     encoded = [torch.zeros(of.nbytes(numel), dtype=torch.uint8, device=device) for numel in numels]
     lost, read, total, plain = ([torch.zeros_like(each) for each in values] for _ in range(4))
     lists = values, numels, encoded, lost, read
-    parcels = [EncodedTensors((0,), n, e, [v], [r], [k]) for v, n, e, k, r in zip(*lists, strict=True)]
-    encode_together(of, parcels)
-    decode_tensors(of, parcels)
+    chunks = [EncodedTensors((0,), n, e, [v], [r], [k]) for v, n, e, k, r in zip(*lists, strict=True)]
+    encode_together(of, chunks)
+    decode_tensors(of, chunks)
     again = [torch.zeros_like(each) for each in encoded]
-    encode_together(of, [each._replace(encoded=e, lost=()) for each, e in zip(parcels, again, strict=True)])
-    sums = [each._replace(targets=[t], lost=()) for each, t in zip(parcels, total, strict=True)]
+    encode_together(of, [each._replace(encoded=e, lost=()) for each, e in zip(chunks, again, strict=True)])
+    sums = [each._replace(targets=[t], lost=()) for each, t in zip(chunks, total, strict=True)]
     add_up(of, sums, [encoded, again, encoded], lambda _: None, plain[0])
     return [each.cpu() for each in (*encoded, *again, *lost, *read, *total)]
 
@@ -134,8 +134,8 @@ class Launches(Counts):
 
 @ranks(2, 3)
 @each_format
-def test_no_more_than_15_kernels_write_or_read_all_letters(world: World, name: EncodingName) -> None:
-    few, many = (launches_of_letters(world, name, count, Launches) for count in (2, 9))
+def test_no_more_than_15_kernels_write_or_read_all_messages(world: World, name: EncodingName) -> None:
+    few, many = (launches_of_messages(world, name, count, Launches) for count in (2, 9))
     assert few == many, "with more parameters"
     assert tuple(few) == COUNTED
 

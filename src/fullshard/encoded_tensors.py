@@ -1,7 +1,7 @@
-"""Tensors that are encoded, decoded and added up as parcels.
+"""Tensors that are encoded, decoded and added up as chunks.
 
-The CPU takes one parcel at a time, whose numbers stay in its caches. A device takes many together, because each kernel
-that it starts costs more than a small parcel: their numbers stand end to end, at most :data:`TOGETHER` of them, so that
+The CPU takes one chunk at a time, whose numbers stay in its caches. A device takes many together, because each kernel
+that it starts costs more than a small chunk: their numbers stand end to end, at most :data:`TOGETHER` of them, so that
 the memory that this takes has a limit. Owns the two ways. It knows no ranks and no parameters, and leaves the formats
 to :mod:`fullshard.encodings`.
 """
@@ -19,17 +19,17 @@ from fullshard.device import is_host
 from fullshard.encodings import Encoding, Numbers, add_scaled
 from fullshard.torch_private import Tensors, foreach_copy
 
-#: Numbers that a device encodes or decodes together: 64 MiB of fp32. A parcel may be larger.
+#: Numbers that a device encodes or decodes together: 64 MiB of fp32. A chunk may be larger.
 TOGETHER = 2**24
 
 
 class EncodedTensors(NamedTuple):
-    """Tensors that are encoded as one parcel, and the parcel.
+    """Tensors that are encoded as one chunk, and the chunk.
 
     Attributes:
-        starts: where the numbers of each tensor begin in the parcel, on a boundary of blocks.
-        numel: numbers of the parcel, a multiple of a block.
-        encoded: the parcel. Empty if other ranks' parcels are added up.
+        starts: where the numbers of each tensor begin in the chunk, on a boundary of blocks.
+        numel: numbers of the chunk, a multiple of a block.
+        encoded: the chunk. Empty if other ranks' chunks are added up.
         sources: the tensors that are encoded, or to which others are added.
         targets: where decoded numbers or sums go.
         lost: what was lost before, and after that what is lost now.
@@ -57,67 +57,67 @@ class EncodedTensors(NamedTuple):
         return [start + each.numel() for start, each in zip(self.starts, tensors, strict=True)]
 
 
-def encode_each(encoding: Encoding, parcels: Sequence[EncodedTensors], scratch: torch.Tensor) -> Iterator[None]:
-    """Encode parcels on the CPU, and yield after each, which may be sent. Then decode it to its targets, if it has any,
+def encode_each(encoding: Encoding, chunks: Sequence[EncodedTensors], scratch: torch.Tensor) -> Iterator[None]:
+    """Encode chunks on the CPU, and yield after each, which may be sent. Then decode it to its targets, if it has any,
     or keep what is lost."""
-    for parcel in parcels:
-        values = scratch[: parcel.numel]
-        source = parcel.sources[0]
-        is_run = len(parcel.sources) == 1 and source.dtype == torch.float32 and source.numel() == parcel.numel
-        if parcel.lost or not is_run or not source.is_contiguous():
-            source = _fill(encoding, parcel, values)
-        is_finite = encoding.encode(source, parcel.encoded, values)
+    for chunk in chunks:
+        values = scratch[: chunk.numel]
+        source = chunk.sources[0]
+        is_run = len(chunk.sources) == 1 and source.dtype == torch.float32 and source.numel() == chunk.numel
+        if chunk.lost or not is_run or not source.is_contiguous():
+            source = _fill(encoding, chunk, values)
+        is_finite = encoding.encode(source, chunk.encoded, values)
         yield
-        if parcel.targets:
-            _decode(encoding, parcel)
-        elif parcel.lost:
-            decoded, inverse = encoding.decode(parcel.encoded, parcel.numel)
+        if chunk.targets:
+            _decode(encoding, chunk)
+        elif chunk.lost:
+            decoded, inverse = encoding.decode(chunk.encoded, chunk.numel)
             values.sub_(decoded).mul_(inverse)
             if not is_finite:
                 values.nan_to_num_(0.0, 0.0, 0.0)  # an infinity is not to stay for ever
-            foreach_copy(parcel.lost, parcel.cut(values))
+            foreach_copy(chunk.lost, chunk.cut(values))
 
 
-def encode_together(encoding: Encoding, parcels: Sequence[EncodedTensors]) -> None:
-    """Encode parcels on a device, and keep what is lost, by a number of kernels that depends on their size alone."""
-    for some in _batches(parcels):
-        sources = [each for parcel in some for each in parcel.sources]
-        lost = [each for parcel in some for each in parcel.lost]
+def encode_together(encoding: Encoding, chunks: Sequence[EncodedTensors]) -> None:
+    """Encode chunks on a device, and keep what is lost, by a number of kernels that depends on their size alone."""
+    for some in _batches(chunks):
+        sources = [each for chunk in some for each in chunk.sources]
+        lost = [each for chunk in some for each in chunk.lost]
         if isinstance(encoding, Numbers) and not lost:
             foreach_copy(_numbers(encoding, some), sources)
             continue
         values = _join(some, sources)
         if lost:
             values.add_(_join(some, lost))
-        starts = accumulate((parcel.numel for parcel in some), initial=0)
-        ends = [start + end for start, parcel in zip(starts, some, strict=False) for end in parcel.ends]
+        starts = accumulate((chunk.numel for chunk in some), initial=0)
+        ends = [start + end for start, chunk in zip(starts, some, strict=False) for end in chunk.ends]
         gaps, lasts = _gaps(tuple(ends), encoding.block, values.device)
         if len(gaps) and not isinstance(encoding, Numbers):  # they would change the scales of their blocks
             values[gaps] = values[lasts]
-        numels = [parcel.numel for parcel in some]
-        encoding.encode_together(values, numels, [parcel.encoded for parcel in some], bool(lost))
+        numels = [chunk.numel for chunk in some]
+        encoding.encode_together(values, numels, [chunk.encoded for chunk in some], bool(lost))
         if lost:
             foreach_copy(lost, _cut(some, values))
 
 
-def decode_tensors(encoding: Encoding, parcels: Sequence[EncodedTensors]) -> None:
-    """Decode parcels to their targets."""
-    if parcels and is_host(parcels[0].encoded.device):
-        for parcel in parcels:
-            _decode(encoding, parcel)
+def decode_tensors(encoding: Encoding, chunks: Sequence[EncodedTensors]) -> None:
+    """Decode chunks to their targets."""
+    if chunks and is_host(chunks[0].encoded.device):
+        for chunk in chunks:
+            _decode(encoding, chunk)
         return
-    for some in _batches(parcels):
+    for some in _batches(chunks):
         if isinstance(encoding, Numbers):
             decoded = _numbers(encoding, some)
         else:
-            each = [parcel.encoded for parcel in some], [parcel.numel for parcel in some]
+            each = [chunk.encoded for chunk in some], [chunk.numel for chunk in some]
             decoded = _cut(some, encoding.decode_together(*each))
-        foreach_copy([each for parcel in some for each in parcel.targets], decoded)
+        foreach_copy([each for chunk in some for each in chunk.targets], decoded)
 
 
 def add_up(
     encoding: Encoding,
-    parcels: Sequence[EncodedTensors],
+    chunks: Sequence[EncodedTensors],
     others: Sequence[Sequence[torch.Tensor]],
     divide_: Callable[[torch.Tensor], None],
     scratch: torch.Tensor,
@@ -125,21 +125,21 @@ def add_up(
     """Write sums to targets: of sources, of what was lost before, which becomes zero, and of encoded numbers.
 
     Args:
-        parcels: how the sums lie.
-        others: parcels that lie like these, of each other rank.
+        chunks: how the sums lie.
+        others: chunks that lie like these, of each other rank.
         divide_: is called with each sum, and changes it in place.
-        scratch: memory for the numbers of a parcel on the CPU.
+        scratch: memory for the numbers of a chunk on the CPU.
     """
-    on_host = bool(parcels) and is_host(parcels[0].sources[0].device)
+    on_host = bool(chunks) and is_host(chunks[0].sources[0].device)
     first = 0
-    for some in [[parcel] for parcel in parcels] if on_host else _batches(parcels, len(others)):
-        numels = [parcel.numel for parcel in some]
+    for some in [[chunk] for chunk in chunks] if on_host else _batches(chunks, len(others)):
+        numels = [chunk.numel for chunk in some]
         if on_host:
             total = scratch[: numels[0]]
             foreach_copy(_cut(some, total), some[0].sources)
         else:
-            total = _join(some, [each for parcel in some for each in parcel.sources], encoding.dtype)
-        lost = [each for parcel in some for each in parcel.lost]
+            total = _join(some, [each for chunk in some for each in chunk.sources], encoding.dtype)
+        lost = [each for chunk in some for each in chunk.lost]
         for each, own in zip(_cut(some, total), lost, strict=True) if lost else ():
             each.add_(own)
             own.zero_()
@@ -154,56 +154,56 @@ def add_up(
                 every = [each for rank in ranks for each in rank]
                 encoding.add_together(total, every, numels * len(ranks), len(ranks))
         divide_(total)
-        foreach_copy([each for parcel in some for each in parcel.targets], _cut(some, total))
+        foreach_copy([each for chunk in some for each in chunk.targets], _cut(some, total))
 
 
-def _fill(encoding: Encoding, parcel: EncodedTensors, values: torch.Tensor) -> torch.Tensor:
-    """The numbers of a parcel on the CPU, with what was lost before. What is left of a block repeats the last number
+def _fill(encoding: Encoding, chunk: EncodedTensors, values: torch.Tensor) -> torch.Tensor:
+    """The numbers of a chunk on the CPU, with what was lost before. What is left of a block repeats the last number
     before it."""
-    cut = parcel.cut(values)
-    foreach_copy(cut, parcel.lost or parcel.sources)
-    for each, source in zip(cut, parcel.sources, strict=True) if parcel.lost else ():
+    cut = chunk.cut(values)
+    foreach_copy(cut, chunk.lost or chunk.sources)
+    for each, source in zip(cut, chunk.sources, strict=True) if chunk.lost else ():
         each.add_(source)
-    for end in parcel.ends:
+    for end in chunk.ends:
         if end % encoding.block:
             values[end : end + -end % encoding.block] = values[end - 1]
     return values
 
 
-def _decode(encoding: Encoding, parcel: EncodedTensors) -> None:
-    values, factor = encoding.decode(parcel.encoded, parcel.numel)
-    for target, each in zip(parcel.targets, parcel.cut(values), strict=True):
+def _decode(encoding: Encoding, chunk: EncodedTensors) -> None:
+    values, factor = encoding.decode(chunk.encoded, chunk.numel)
+    for target, each in zip(chunk.targets, chunk.cut(values), strict=True):
         torch.mul(each, factor, out=target)
 
 
-def _batches(parcels: Sequence[EncodedTensors], times: int = 1) -> Iterator[list[EncodedTensors]]:
-    """The parcels, as many together as have at most :data:`TOGETHER` numbers so many times, or one."""
+def _batches(chunks: Sequence[EncodedTensors], times: int = 1) -> Iterator[list[EncodedTensors]]:
+    """The chunks, as many together as have at most :data:`TOGETHER` numbers so many times, or one."""
     some, numel = list[EncodedTensors](), 0
-    for parcel in parcels:
-        if some and (numel + parcel.numel) * times > TOGETHER:
+    for chunk in chunks:
+        if some and (numel + chunk.numel) * times > TOGETHER:
             yield some
             some, numel = [], 0
-        some.append(parcel)
-        numel += parcel.numel
+        some.append(chunk)
+        numel += chunk.numel
     if some:
         yield some
 
 
-def _numbers(encoding: Numbers, parcels: Sequence[EncodedTensors]) -> list[torch.Tensor]:
-    """The numbers of each tensor of parcels, in their encodings."""
-    return [each for parcel in parcels for each in parcel.cut(encoding.numbers(parcel.encoded, parcel.numel))]
+def _numbers(encoding: Numbers, chunks: Sequence[EncodedTensors]) -> list[torch.Tensor]:
+    """The numbers of each tensor of chunks, in their encodings."""
+    return [each for chunk in chunks for each in chunk.cut(encoding.numbers(chunk.encoded, chunk.numel))]
 
 
-def _cut(parcels: Sequence[EncodedTensors], values: torch.Tensor) -> list[torch.Tensor]:
-    """The numbers of each tensor of parcels whose numbers stand end to end."""
-    parts = values.split([parcel.numel for parcel in parcels])
-    return [each for parcel, part in zip(parcels, parts, strict=True) for each in parcel.cut(part)]
+def _cut(chunks: Sequence[EncodedTensors], values: torch.Tensor) -> list[torch.Tensor]:
+    """The numbers of each tensor of chunks whose numbers stand end to end."""
+    parts = values.split([chunk.numel for chunk in chunks])
+    return [each for chunk, part in zip(chunks, parts, strict=True) for each in chunk.cut(part)]
 
 
-def _join(parcels: Sequence[EncodedTensors], tensors: Tensors, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Tensors that lie like those of parcels, end to end."""
-    values = torch.empty(sum(parcel.numel for parcel in parcels), dtype=dtype, device=tensors[0].device)
-    foreach_copy(_cut(parcels, values), tensors)
+def _join(chunks: Sequence[EncodedTensors], tensors: Tensors, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Tensors that lie like those of chunks, end to end."""
+    values = torch.empty(sum(chunk.numel for chunk in chunks), dtype=dtype, device=tensors[0].device)
+    foreach_copy(_cut(chunks, values), tensors)
     return values
 
 

@@ -1,6 +1,6 @@
 """How numbers become fewer bytes on the wire, and numbers again.
 
-An :class:`Encoding` turns a *parcel*, a run of fp32 numbers, into bytes. It cuts the numbers into *blocks*, each with a
+An :class:`Encoding` turns a *chunk*, a run of fp32 numbers, into bytes. It cuts the numbers into *blocks*, each with a
 scale of its own. Owns the formats, and knows no ranks and no parameters::
 
     a block   x_0 ... x_127                                   fp32
@@ -9,7 +9,7 @@ scale of its own. Owns the formats, and knows no ranks and no parameters::
     fp8       q_0 ... q_127 | scale                           x = q * scale, q in float8_e4m3fn
     bf16      x_0 ... x_127
 
-Behind its blocks a parcel has a power of two, by which its numbers were multiplied: so scales have the range of fp32.
+Behind its blocks a chunk has a power of two, by which its numbers were multiplied: so scales have the range of fp32.
 A negative scale marks a block with infinities or NaN. Some of its codes mean these, the others its finite numbers.
 
 The formats int8 and int4 are those of torch's quantized embeddings, whose kernels are used on the CPU.
@@ -31,19 +31,19 @@ from fullshard.wire_policy import EncodingName
 
 Factor = float | torch.Tensor  # a power of two: a number on the CPU, and a tensor of one on a device
 
-_TAIL = 16  # bytes behind the blocks of a parcel: a power of two, and a gap, so that the next parcel is aligned
+_TAIL = 16  # bytes behind the blocks of a chunk: a power of two, and a gap, so that the next chunk is aligned
 _MOST = 126  # the largest power of two of which fp32 has the inverse
 _MARKS = 3  # codes that mean no number
 
 
 class Encoding:
-    """A format of parcels.
+    """A format of chunks.
 
     Args:
         block: the numbers of a block. Small blocks are closer to the numbers and take more bytes.
     """
 
-    #: The largest number of a parcel is brought between this power of two and half of it.
+    #: The largest number of a chunk is brought between this power of two and half of it.
     _exponent = 0
     #: Of decoded numbers.
     dtype = torch.float32
@@ -55,7 +55,7 @@ class Encoding:
         self._row = self._bytes_of_block()
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of a parcel of ``numel`` numbers, a multiple of ``block``."""
+        """Bytes of a chunk of ``numel`` numbers, a multiple of ``block``."""
         return -(-(numel // self.block * self._row) // _TAIL) * _TAIL + _TAIL
 
     def saves(self, dtype: torch.dtype) -> bool:
@@ -63,7 +63,7 @@ class Encoding:
         return dtype.is_floating_point and 2 <= dtype.itemsize <= 4 and self._row < self.block * dtype.itemsize
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> bool:
-        """Encode a parcel, without a synchronization if it is on a device.
+        """Encode a chunk, without a synchronization if it is on a device.
 
         Args:
             values: fp32, 1-D.
@@ -99,7 +99,7 @@ class Encoding:
         return is_finite
 
     def decode(self, encoded: torch.Tensor, numel: int) -> tuple[torch.Tensor, Factor]:
-        """The numbers of a parcel, fp32 and 1-D, and the power of two by which to multiply them."""
+        """The numbers of a chunk, fp32 and 1-D, and the power of two by which to multiply them."""
         rows, by = self.rows(encoded, numel), encoded[-_TAIL : -_TAIL + 4].view(torch.float32)
         if not is_host(encoded.device):
             return self.decode_any(rows).view(-1), by
@@ -112,12 +112,12 @@ class Encoding:
     def encode_together(
         self, values: torch.Tensor, numels: Sequence[int], outs: Sequence[torch.Tensor], keeps_lost: bool
     ) -> None:
-        """Encode parcels on a device, by a number of kernels that does not depend on theirs. All get one power of two.
+        """Encode chunks on a device, by a number of kernels that does not depend on theirs. All get one power of two.
 
         Args:
-            values: the numbers of all parcels end to end, whose memory is used. They become what is lost of them, zero
+            values: the numbers of all chunks end to end, whose memory is used. They become what is lost of them, zero
                 for infinities and NaN, with ``keeps_lost``.
-            numels: how many each parcel has.
+            numels: how many each chunk has.
             outs: where each is encoded, see :meth:`encode`.
         """
         encoded = values.new_empty(self.nbytes(values.numel()), dtype=torch.uint8)
@@ -138,19 +138,19 @@ class Encoding:
         foreach_copy([*targets, *powers], [*rows.split(sizes), *[power] * len(outs)])
 
     def decode_together(self, encoded: Sequence[torch.Tensor], numels: Sequence[int]) -> torch.Tensor:
-        """The numbers of parcels on a device, end to end, by a number of kernels that does not depend on theirs."""
-        rows, powers, parcel_of = self._joined(encoded, numels)
+        """The numbers of chunks on a device, end to end, by a number of kernels that does not depend on theirs."""
+        rows, powers, chunk_of = self._joined(encoded, numels)
         if fused := self._kernels(rows.device):
             out = powers.new_empty(sum(numels))
-            fused.decode(self._format(fused), rows, powers, parcel_of, out, adds=False)
+            fused.decode(self._format(fused), rows, powers, chunk_of, out, adds=False)
             return out
         blocks = self.decode_any(rows.view(-1, self._row))
-        return blocks.mul_(powers[parcel_of, None]).view(-1)
+        return blocks.mul_(powers[chunk_of, None]).view(-1)
 
     def add_together(
         self, total: torch.Tensor, encoded: Sequence[torch.Tensor], numels: Sequence[int], ranks: int
     ) -> None:
-        """Add the parcels of so many ranks, those of each end to end, to the ``total`` on a device."""
+        """Add the chunks of so many ranks, those of each end to end, to the ``total`` on a device."""
         if fused := self._kernels(total.device):
             fused.decode(self._format(fused), *self._joined(encoded, numels), total, adds=True)
         else:
@@ -159,7 +159,7 @@ class Encoding:
     def _joined(
         self, encoded: Sequence[torch.Tensor], numels: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The bytes of all blocks of parcels end to end, the powers of two of the parcels, and the parcel of each
+        """The bytes of all blocks of chunks end to end, the powers of two of the chunks, and the chunk of each
         block."""
         rows = torch.cat([self.rows(each, numel).view(-1) for each, numel in zip(encoded, numels, strict=True)])
         powers = torch.cat([each[-_TAIL : -_TAIL + 4] for each in encoded]).view(torch.float32)
@@ -174,14 +174,14 @@ class Encoding:
         return fused.Format(self._fused, self.block, self._exponent)
 
     def rows(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
-        """The blocks of a parcel, as bytes."""
+        """The blocks of a chunk, as bytes."""
         return encoded[: numel // self.block * self._row].view(-1, self._row)
 
     def _bytes_of_block(self) -> int:
         raise NotImplementedError
 
     def _scales(self, rows: torch.Tensor) -> torch.Tensor:
-        """What stands behind the codes of each block, as a view of the parcel: first the scale."""
+        """What stands behind the codes of each block, as a view of the chunk: first the scale."""
         raise NotImplementedError
 
     def _encode(self, blocks: torch.Tensor, rows: torch.Tensor) -> None:
@@ -327,7 +327,7 @@ class Numbers(Encoding):
         return self.stored.itemsize * self.block
 
     def numbers(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
-        """Those of a parcel, as a view."""
+        """Those of a chunk, as a view."""
         return encoded[: numel * self.stored.itemsize].view(self.stored)
 
     def add_together(

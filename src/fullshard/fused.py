@@ -30,7 +30,7 @@ class Format(NamedTuple):
 
 
 def encode(form: Format, values: torch.Tensor, encoded: torch.Tensor, tail: torch.Tensor, keeps_lost: bool) -> None:
-    """Encode a parcel.
+    """Encode a chunk.
 
     Args:
         values: fp32, 1-D. Become what the encoding loses of them with ``keeps_lost``.
@@ -46,18 +46,18 @@ def encode(form: Format, values: torch.Tensor, encoded: torch.Tensor, tail: torc
 
 
 def decode(
-    form: Format, encoded: torch.Tensor, powers: torch.Tensor, parcel_of: torch.Tensor, out: torch.Tensor, adds: bool
+    form: Format, encoded: torch.Tensor, powers: torch.Tensor, chunk_of: torch.Tensor, out: torch.Tensor, adds: bool
 ) -> None:
     """Decode blocks, or add those of several ranks up, rank by rank, and the sums to ``out``.
 
     Args:
         encoded: the bytes of blocks, those of each rank end to end.
-        powers: by which to multiply the decoded numbers of each parcel.
-        parcel_of: the parcel of each block.
+        powers: by which to multiply the decoded numbers of each chunk.
+        chunk_of: the chunk of each block.
         out: fp32, 1-D: the numbers of all blocks or, if they are added up, of one rank.
     """
     blocks = out.numel() // form.block
-    given = *_views(form, encoded), powers, parcel_of, out, blocks, len(parcel_of) // blocks
+    given = *_views(form, encoded), powers, chunk_of, out, blocks, len(chunk_of) // blocks
     _launch_blocks(_decode_blocks, form, blocks, *given, adds)
 
 
@@ -212,7 +212,7 @@ def _load_blocks(  # type: ignore[no-untyped-def]
     codes_at,
     scales_at,
     powers,
-    parcel_of,
+    chunk_of,
     row,
     is_row,
     FORMAT: tl.constexpr,
@@ -235,7 +235,7 @@ def _load_blocks(  # type: ignore[no-untyped-def]
             codes = tl.load(codes_at + row * (BLOCK + 8) + col, mask=is_in, other=0).to(tl.int32)
         scale = tl.load(place, mask=is_row, other=1.0).to(tl.float32)
         low = tl.load(place + 1, mask=is_row, other=0.0).to(tl.float32)
-    power = tl.load(powers + tl.load(parcel_of + row, mask=is_row, other=0), mask=is_row, other=1.0)
+    power = tl.load(powers + tl.load(chunk_of + row, mask=is_row, other=0), mask=is_row, other=1.0)
     return _from_codes(codes, scale, low, FORMAT) * power
 
 
@@ -244,7 +244,7 @@ def _decode_blocks(  # type: ignore[no-untyped-def]
     codes_at,
     scales_at,
     powers,
-    parcel_of,
+    chunk_of,
     out,
     blocks,
     ranks,
@@ -260,10 +260,10 @@ def _decode_blocks(  # type: ignore[no-untyped-def]
     if ADDS:
         numbers = tl.zeros([ROWS, WIDTH], tl.float32)
         while ranks > 0:
-            numbers += _load_blocks(codes_at, scales_at, powers, parcel_of, row, is_row, FORMAT, BLOCK, WIDTH)
+            numbers += _load_blocks(codes_at, scales_at, powers, chunk_of, row, is_row, FORMAT, BLOCK, WIDTH)
             row += blocks
             ranks -= 1
         numbers = tl.load(target, mask=is_row & (col < BLOCK), other=0.0) + numbers
     else:
-        numbers = _load_blocks(codes_at, scales_at, powers, parcel_of, row, is_row, FORMAT, BLOCK, WIDTH)
+        numbers = _load_blocks(codes_at, scales_at, powers, chunk_of, row, is_row, FORMAT, BLOCK, WIDTH)
     tl.store(target, numbers, mask=is_row & (col < BLOCK))

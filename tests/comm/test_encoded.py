@@ -11,7 +11,7 @@ import torch
 from benchmarks.launches import Counts, _Unordered
 
 from fullshard.comm.collective import CollectiveTransport
-from fullshard.comm.encoded import write_letter
+from fullshard.comm.encoded import lay_out_message
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.transport import Feedback, Reduction, Transfer, Transport, Wire
 from fullshard.encodings import Encoding, encoding
@@ -40,7 +40,7 @@ TRANSPORTS: dict[str, type[Transport]] = {"p2p": PointToPointTransport, "collect
 each_transport = pytest.mark.parametrize("transport_name", TRANSPORTS)
 each_layout = pytest.mark.parametrize("layout", ["even", "flat", "ragged"])
 each_encoding = pytest.mark.parametrize("name", ["fp8", "int4", *slow("bf16", "int8")])
-#: Kernels that write the letters of a gather and read them, and the same of a reduction, on any number of ranks, by
+#: Kernels that write the messages of a gather and read them, and the same of a reduction, on any number of ranks, by
 #: operations of torch. tests/test_fused.py counts those of Triton.
 COUNTED = {"bf16": (10, 2, 9, 10), "fp8": (63, 18, 62, 25), "int8": (65, 18, 64, 25), "int4": (74, 22, 73, 29)}
 #: The largest error of standard normal numbers, of which no block of these cases spans more than 11.
@@ -207,12 +207,12 @@ def test_a_letter_lists_every_piece_once(name: EncodingName) -> None:
     case = Case("even", (Section(torch.float32, (*LARGE, *ODD)), Section(torch.float64, ODD)))
     plans = tuple(transfer.plan for transfer in transfers_of(case, 3))
     for owner in range(3):
-        letter = write_letter(plans, (torch.float32, torch.float64), Wire(made(name), 100), owner, True)
-        encoded = sum(piece.numel for parcel in letter.parcels for piece, _ in parcel.pieces)
-        exact = sum(piece.numel for piece, _ in letter.exact)
+        message = lay_out_message(plans, (torch.float32, torch.float64), Wire(made(name), 100), owner, True)
+        encoded = sum(piece.numel for chunk in message.chunks for piece, _ in chunk.pieces)
+        exact = sum(piece.numel for piece, _ in message.exact)
         assert encoded + exact == sum(plan.owned_numel(owner) for plan in plans)
-        assert all(piece.section == 0 and piece.part_of >= 100 for p in letter.parcels for piece, _ in p.pieces[:1])
-        assert [*(span[0] for span in letter.messages), letter.nbytes] == [0, *(span[1] for span in letter.messages)]
+        assert all(piece.section == 0 and piece.part_of >= 100 for p in message.chunks for piece, _ in p.pieces[:1])
+        assert [*(span[0] for span in message.parts), message.nbytes] == [0, *(span[1] for span in message.parts)]
 
 
 @ranks(2)
@@ -256,8 +256,8 @@ def test_a_route_keeps_nothing_that_a_start_brings(world: World, transport_name:
     route.start([transfers[0].shard], Reduction(2)).finish()
 
 
-def launches_of_letters(world: World, name: str, count: int, counts: type[Counts] = Counts) -> list[float]:
-    """Kernels that write the letters of a gather and read them, and the same of a reduction, on a simulated device."""
+def launches_of_messages(world: World, name: str, count: int, counts: type[Counts] = Counts) -> list[float]:
+    """Kernels that write the messages of a gather and read them, and the same of a reduction, on a simulated device."""
     shapes = (((320, 77), 0),) * count + (((9,), 0),) * count
     case = Case("even", (Section(torch.float32, shapes),))
     found = list[float]()
@@ -280,6 +280,6 @@ def launches_of_letters(world: World, name: str, count: int, counts: type[Counts
 @ranks(2, 3)
 @pytest.mark.parametrize("name", some(COUNTED, ["int4"]))
 def test_a_device_encodes_and_decodes_all_letters_at_once(world: World, name: EncodingName) -> None:
-    few, many = (launches_of_letters(world, name, count) for count in (2, 9))
+    few, many = (launches_of_messages(world, name, count) for count in (2, 9))
     assert few == many, "with more parameters"
     assert few == list(COUNTED[name])

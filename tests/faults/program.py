@@ -49,7 +49,7 @@ class Case:
         block: at which, in forward.
         in_backward: whether at that block in backward, where the fault can be done there.
         store_with_rank_0: whether the store dies with rank 0, as without a launcher.
-        wire: whether messages are letters (of ``fully_shard``), in which nothing is encoded: losses stay as close.
+        wire: whether a wire carries the messages (of ``fully_shard``) and encodes nothing: losses stay as close.
         on_device: whether the CPU is taken for a device with streams.
     """
 

@@ -64,7 +64,7 @@ def test_faults_of_each_kind(transport: str, front_end: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["p2p", "collective"])
-def test_faults_of_each_kind_with_letters(transport: str) -> None:
+def test_faults_of_each_kind_with_encoded_messages(transport: str) -> None:
     check([replace(ONE, fault=fault, transport=transport, wire=True) for fault in FAULTS])
 
 

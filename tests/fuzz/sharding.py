@@ -21,7 +21,7 @@ from fullshard.wrap import ModuleWrapPolicy, repeated_blocks
 from tests.fuzz.models import Cell
 
 WRAPPER = "wrapper"
-LETTERS = WirePolicy(gather="int8", reduce="int8", min_numel=10**9)
+EXACT_WIRE = WirePolicy(gather="int8", reduce="int8", min_numel=10**9)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Sharding:
     `by` is how the groups are told: one by one (`calls`), by a policy of all cells (`policy`), or `blocks`
     (`fully_shard_blocks`). `mesh` is the shape of a hybrid mesh, (replicate, shard), or none for the default. `cut`
     is the dim along which parameters are cut; with `ragged` all that have such blocks are cut between these, or with
-    `mixed` some of them. `outer` is `outer_zero_stage`. With `wire` messages are letters in which nothing is encoded,
+    `mixed` some of them. `outer` is `outer_zero_stage`. With `wire` a wire carries the messages and encodes nothing,
     so that nothing is less close. With `disk` parameters (all, or a share of them), gradients and optimizer state are
     on a disk. Groups of up to `persists` bytes stay whole. `settings` are setters with their arguments, called on
     every sharded module. With `override` scalars are computed with in their own dtype. `options` are more arguments
@@ -153,8 +153,8 @@ def _fully_shard(model: Any, sharding: Sharding, size: int) -> Any:
         ),
         "zero_stage": sharding.stage,
         "outer_zero_stage": sharding.outer,
-        "wire_policy": LETTERS if sharding.wire else WirePolicy(),
-        "outer_wire_policy": LETTERS if sharding.wire and sharding.outer else WirePolicy(),
+        "wire_policy": EXACT_WIRE if sharding.wire else WirePolicy(),
+        "outer_wire_policy": EXACT_WIRE if sharding.wire and sharding.outer else WirePolicy(),
         "shard_placement_fn": None
         if sharding.cut == "first" and sharding.ragged is None
         else lambda parameter: placement_of(parameter, sharding),

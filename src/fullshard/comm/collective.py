@@ -21,7 +21,7 @@ from fullshard.buffer.messages import Messages
 from fullshard.buffer.sections import starts, views
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
 from fullshard.comm.backend_memory import BackendMemory
-from fullshard.comm.encoded import EncodedRoute, Post, Span
+from fullshard.comm.encoded import EncodedRoute, ExchangeMemory, Span
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transport, alias
@@ -64,30 +64,34 @@ class CollectiveTransport(Transport):
 
     def _route(self, request: Request) -> Route:
         if request.wire is not None:
-            return EncodedRoute(request, partial(_CollectiveMail, request._replace(transfers=())))
+            return EncodedRoute(request, partial(_CollectiveCarrier, request._replace(transfers=())))
         return _CollectiveRoute(request, self._all_gather if request.direction == "gather" else self._reduce_scatter)
 
 
-class _CollectiveMail:
-    """Letters that travel in one collective: an all-gather, or an all-to-all and a local sum."""
+class _CollectiveCarrier:
+    """Encoded messages that travel in one collective: an all-gather, or an all-to-all and a local sum."""
 
     runs_beside = False  # ranks start their collectives in one order
 
-    def __init__(self, request: Request, post: Post) -> None:
-        self._group, self._post, self._work = request.process_group, post, list[dist.Work | None]()
-        self.waits_for = Wait(f"an encoded {request.direction}", request.process_group, request.tag, post.gathers)
+    def __init__(self, request: Request, memory: ExchangeMemory) -> None:
+        self._group, self._memory, self._work = request.process_group, memory, list[dist.Work | None]()
+        self.waits_for = Wait(f"an encoded {request.direction}", request.process_group, request.tag, memory.gathers)
 
     def send(self, rank: int, span: Span) -> None:
         return
 
     def close(self) -> None:
-        post, group, by_host = self._post, self._group, is_host(self._post.inbox.device)
+        memory, group, by_host = self._memory, self._group, is_host(self._memory.all_received.device)
         with waiting(self.waits_for.what, group, self.waits_for.tag):
-            if post.gathers:
-                work = all_gather_over(group, by_host)[0](post.inbox, post.sent[group.rank()])
+            if memory.gathers:
+                work = all_gather_over(group, by_host)[0](memory.all_received, memory.sent[group.rank()])
             else:
-                received, sent = ([letter.numel() for letter in letters] for letters in (post.received, post.sent))
-                work = dist.all_to_all_single(post.inbox, post.outbox, received, sent, group, async_op=by_host)
+                received, sent = (
+                    [message.numel() for message in messages] for messages in (memory.received, memory.sent)
+                )
+                work = dist.all_to_all_single(
+                    memory.all_received, memory.all_sent, received, sent, group, async_op=by_host
+                )
         self._work.append(work)
 
     def wait(self) -> None:

@@ -1,14 +1,14 @@
 """Routes whose messages are encoded.
 
-What goes from one rank to another is a *letter*: parcels of encoded numbers, and behind them small parts as they are.
-Owns the layout of letters, and when they are encoded, decoded and added up. It leaves to a :class:`Mail` of the
-transport how bytes travel, and to :mod:`fullshard.encodings` what they mean::
+What goes from one rank to another is an *encoded message*: chunks of encoded numbers, and behind them small parts as
+they are. Owns the layout of messages, and when they are encoded, decoded and added up. It leaves to a :class:`Carrier`
+of the transport how bytes travel, and to :mod:`fullshard.encodings` what they mean::
 
-    letter    parcel 0 | parcel 1 | ... | exact parts       each parcel is sent as soon as it is encoded
+    message    chunk 0 | chunk 1 | ... | exact parts       each chunk is sent as soon as it is encoded
 
-    gather    shard ─▶ letter to all ─▶ full buffers of all; this rank decodes its own letter too
-    reduce    gradients + what was lost before ─▶ a letter to each owner; what it loses is kept for the next step
-              own gradients as they are + all letters ─▶ shard
+    gather    shard ─▶ message to all ─▶ full buffers of all; this rank decodes its own message too
+    reduce    gradients + what was lost before ─▶ a message to each owner; what it loses is kept for the next step
+              own gradients as they are + all messages ─▶ shard
 """
 
 from __future__ import annotations
@@ -37,98 +37,98 @@ from fullshard.encodings import Encoding, Unencoded
 from fullshard.platforms import after_fork
 from fullshard.torch_private import foreach_copy
 
-#: Numbers of a parcel, which is a message. Encoding takes 0.8 of the time that it takes in parcels of a quarter, whose
-#: calls cost more; larger ones leave the caches, and let the other rank wait.
-PARCEL = 2**19
+#: Numbers of a chunk, which is sent as one part. Chunks of a quarter take 1.25 times as long to encode, because of
+#: their calls. Larger ones leave the caches, and let the other rank wait.
+CHUNK = 2**19
 
 Span = tuple[int, int]  # where something begins and ends, in bytes
 
 
-class Parcel(NamedTuple):
+class EncodedChunk(NamedTuple):
     """Pieces that are encoded together. Each begins on a boundary of blocks, so many numbers from the first."""
 
     pieces: tuple[tuple[Piece, int], ...]
     numel: int
-    span: Span  # in the letter
+    span: Span  # in the message
 
 
-class Letter(NamedTuple):
+class EncodedMessage(NamedTuple):
     """What one rank gets from another."""
 
-    parcels: tuple[Parcel, ...]
+    chunks: tuple[EncodedChunk, ...]
     exact: tuple[tuple[Piece, int], ...]  # pieces that are not encoded, and where they begin, in bytes
     nbytes: int
 
     @property
-    def messages(self) -> list[Span]:
+    def parts(self) -> list[Span]:
         """The parts in which it is sent."""
-        ends = [parcel.span[1] for parcel in self.parcels]
+        ends = [chunk.span[1] for chunk in self.chunks]
         return [(start, end) for start, end in pairwise([0, *ends, self.nbytes]) if start < end]
 
 
 @lru_cache(maxsize=2048)
-def write_letter(
+def lay_out_message(
     plans: tuple[Plan, ...], dtypes: tuple[torch.dtype, ...], wire: Wire, owner: int, sums: bool
-) -> Letter:
-    """The letter with the parts of ``owner``: from it to any other rank or, if they are summed up, to it."""
-    parcels, exact, pieces = list[Parcel](), list[tuple[Piece, int]](), list[tuple[Piece, int]]()
+) -> EncodedMessage:
+    """The message with the parts of ``owner``: from it to any other rank or, if they are summed up, to it."""
+    chunks, exact, pieces = list[EncodedChunk](), list[tuple[Piece, int]](), list[tuple[Piece, int]]()
     numel, start, encoding = 0, 0, wire.encoding
     every = [piece for i, plan in enumerate(plans) for piece in plan.pieces(owner, i) if sums or not piece.is_kept]
     encoded = [each for each in every if wire.encodes(each, dtypes[each.section])]
-    for part in [part for piece in encoded for part in blocks(piece, PARCEL)]:
+    for part in [part for piece in encoded for part in blocks(piece, CHUNK)]:
         size = -(-part.numel // encoding.block) * encoding.block
-        if pieces and numel + size > PARCEL:
-            parcels.append(Parcel(tuple(pieces), numel, (start, start + encoding.nbytes(numel))))
+        if pieces and numel + size > CHUNK:
+            chunks.append(EncodedChunk(tuple(pieces), numel, (start, start + encoding.nbytes(numel))))
             pieces, numel, start = [], 0, start + encoding.nbytes(numel)
         pieces.append((part, numel))
         numel += size
     if pieces:
-        parcels.append(Parcel(tuple(pieces), numel, (start, start + encoding.nbytes(numel))))
+        chunks.append(EncodedChunk(tuple(pieces), numel, (start, start + encoding.nbytes(numel))))
         start += encoding.nbytes(numel)
     for piece in every:
         if piece not in encoded:
             exact.append((piece, start))
             start += align(piece.numel * dtypes[piece.section].itemsize)
-    return Letter(tuple(parcels), tuple(exact), start)
+    return EncodedMessage(tuple(chunks), tuple(exact), start)
 
 
 @dataclass(frozen=True)
-class Post:
-    """The letters of one exchange in memory, by rank."""
+class ExchangeMemory:
+    """The messages of one exchange in memory, by rank."""
 
     gathers: bool
     sent: Sequence[torch.Tensor]  # in a gather the same for all
     received: Sequence[torch.Tensor]
-    messages: Sequence[Sequence[Span]]  # the parts in which each is received
-    outbox: torch.Tensor  # where ``sent`` and ``received`` lie end to end; the own letters are empty in a reduction
-    inbox: torch.Tensor
+    parts: Sequence[Sequence[Span]]  # the parts in which each is received
+    all_sent: torch.Tensor  # where ``sent`` and ``received`` lie end to end; the own messages are empty in a reduction
+    all_received: torch.Tensor
 
 
-class Mail(Protocol):
-    """How the letters of an exchange travel. It is opened before they are written, and starts to receive."""
+class Carrier(Protocol):
+    """How the messages of an exchange travel. It is opened before they are written, and starts to receive."""
 
     waits_for: Wait
-    runs_beside: bool  # whether letters may be written and read in another thread, in any order of exchanges
+    runs_beside: bool  # whether messages may be written and read in another thread, in any order of exchanges
 
     def send(self, rank: int, span: Span) -> None:
-        """A message to ``rank`` (in a gather, to all) is written."""
+        """A part of the message to ``rank`` (in a gather, to all) is written."""
 
     def close(self) -> None:
         """All messages are written."""
 
     def wait(self) -> None:
-        """Return when all letters have come, and those sent may be written again; on a device, let the current stream
+        """Return when all messages have come, and those sent may be written again; on a device, let the current stream
         wait for that."""
 
 
 class EncodedRoute:
     """A route with a wire, see :class:`~fullshard.comm.transport.Route`."""
 
-    def __init__(self, request: Request, open_mail: Callable[[Post], Mail]) -> None:
+    def __init__(self, request: Request, open_carrier: Callable[[ExchangeMemory], Carrier]) -> None:
         direction, transfers, group, _, wire = request
         assert wire is not None
         self.wire: Wire = wire
-        self.open_mail, self.gathers = open_mail, direction == "gather"
+        self.open_carrier, self.gathers = open_carrier, direction == "gather"
         self.rank, self.size = group.rank(), group.size()
         if not self.gathers:
             check_summable(transfers)
@@ -141,23 +141,23 @@ class EncodedRoute:
         self.dtypes = tuple(self.fulls[section].dtype for section in sections)
         self.shard_dtypes = [transfers[section].shard.dtype for section in sections]
         given = vectors(plans, joined=False), self.dtypes, wire._replace(feedback=None)
-        self.letters = [write_letter(*given, owner, not self.gathers) for owner in range(self.size)]
-        if self.gathers:  # a collective wants letters of one size
-            most = max(letter.nbytes for letter in self.letters)
-            self.letters = [letter._replace(nbytes=most) for letter in self.letters]
+        self.messages = [lay_out_message(*given, owner, not self.gathers) for owner in range(self.size)]
+        if self.gathers:  # a collective wants messages of one size
+            most = max(message.nbytes for message in self.messages)
+            self.messages = [message._replace(nbytes=most) for message in self.messages]
         #: What a gather takes from this rank's own shard.
         pieces = [piece for i, plan in enumerate(plans) for piece in plan.pieces(self.rank, i)] if self.gathers else []
-        exact = [piece for piece, _ in self.letters[self.rank].exact]
+        exact = [piece for piece, _ in self.messages[self.rank].exact]
         self.own = [piece for piece in pieces if piece.is_kept or piece in exact]
-        nbytes = [letter.nbytes for letter in self.letters]
+        nbytes = [message.nbytes for message in self.messages]
         received = [nbytes[self.rank]] * self.size
         sent = [0] * self.size if self.gathers else nbytes
         if not self.gathers:
             received[self.rank] = sent[self.rank] = 0
         self.sent = (self.size - 1) * nbytes[self.rank] if self.gathers else sum(sent)
         scratch = 0 if self.gathers else max(map(scratch_bytes, self.dtypes, self.shard_dtypes))
-        #: Where parts of the staging begin: sums, a parcel, the letters received and those sent.
-        self.starts = [scratch, *accumulate([*received, *sent], initial=scratch + 4 * PARCEL)]
+        #: Where parts of the staging begin: sums, a chunk, the messages received and those sent.
+        self.starts = [scratch, *accumulate([*received, *sent], initial=scratch + 4 * CHUNK)]
         self.staging = self.starts[-1]
 
     def start(
@@ -165,7 +165,7 @@ class EncodedRoute:
     ) -> Pending:
         shards = [*shards, *(shards[each.section][each.chunk] for each in self.zero_copy)]
         exchange = _Exchange(self, shards, [*self.fulls, *zero_copy], reduction.divisor)
-        if exchange.mail.runs_beside:
+        if exchange.carrier.runs_beside:
             exchange.running = _threads.submit(exchange.run)
         else:
             exchange.write()
@@ -173,7 +173,7 @@ class EncodedRoute:
 
 
 class _Exchange:
-    """Letters on their way."""
+    """Messages on their way."""
 
     running: Future[None] | None = None  # all of it, in another thread
 
@@ -184,20 +184,22 @@ class _Exchange:
         self._route, self._shards, self._fulls, self._divisor = route, shards, fulls, divisor
         self._lease = lease = SHARED.lease(route.staging, route.device)
         scratch, *starts = route.starts
-        self._parcel = lease.view(torch.float32, scratch, (PARCEL,))
-        letters = [lease.view(torch.uint8, start, (stop - start,)) for start, stop in pairwise(starts)]
-        self._received, sent = letters[: route.size], letters[route.size :]
+        self._chunk = lease.view(torch.float32, scratch, (CHUNK,))
+        messages = [lease.view(torch.uint8, start, (stop - start,)) for start, stop in pairwise(starts)]
+        self._received, sent = messages[: route.size], messages[route.size :]
         if route.gathers:
             sent = [self._received[route.rank]] * route.size
         owners = range(route.size) if route.gathers else [route.rank] * route.size
-        messages = [[] if rank == route.rank else route.letters[owner].messages for rank, owner in enumerate(owners)]
+        parts = [[] if rank == route.rank else route.messages[owner].parts for rank, owner in enumerate(owners)]
         bounds = starts[0], starts[route.size], starts[-1]
-        inbox, outbox = (lease.view(torch.uint8, start, (stop - start,)) for start, stop in pairwise(bounds))
+        all_received, all_sent = (lease.view(torch.uint8, start, (stop - start,)) for start, stop in pairwise(bounds))
         self._sent = sent
-        self.mail = route.open_mail(Post(route.gathers, sent, self._received, messages, outbox, inbox))
+        self.carrier = route.open_carrier(
+            ExchangeMemory(route.gathers, sent, self._received, parts, all_sent, all_received)
+        )
 
     def finish(self) -> None:
-        WAITS.current = self.mail.waits_for
+        WAITS.current = self.carrier.waits_for
         WAITS.count += 1
         try:
             if self.running is not None:
@@ -215,7 +217,7 @@ class _Exchange:
     @torch.inference_mode(False)
     @torch.no_grad()
     def write(self) -> None:
-        """Write the letters, and send them: on a device all together, elsewhere one after the other."""
+        """Write the messages, and send them: on a device all together, elsewhere one after the other."""
         route = self._route
         others = [(route.rank + distance) % route.size for distance in range(1, route.size)]
         owners = [route.rank] if route.gathers else others
@@ -223,7 +225,7 @@ class _Exchange:
             self._write(some)
         if route.own:
             foreach_copy([*map(self._target, route.own)], [*map(self._source, route.own)])
-        self.mail.close()
+        self.carrier.close()
 
     def _source(self, piece: Piece) -> torch.Tensor:
         """Where this rank has a piece that it sends."""
@@ -236,60 +238,60 @@ class _Exchange:
         return piece.of_full(self._fulls[piece.section]) if is_gathered else piece.of_shard(self._shards[piece.section])
 
     def _write(self, owners: Sequence[int]) -> None:
-        """Write the letters with the parts of ``owners``, and send them."""
+        """Write the messages with the parts of ``owners``, and send them."""
         route, encoding, feedback = self._route, self._route.wire.encoding, self._route.wire.feedback
-        exact = [(self._sent[owner], *each) for owner in owners for each in route.letters[owner].exact]
+        exact = [(self._sent[owner], *each) for owner in owners for each in route.messages[owner].exact]
         if exact:
             foreach_copy([self._exact(*each) for each in exact], [self._source(piece) for _, piece, _ in exact])
         lost = feedback.lost if feedback else ()
-        parcels = [
-            self._tensors(parcel, self._sent[owner], has_targets=route.gathers, lost=lost)
+        chunks = [
+            self._tensors(chunk, self._sent[owner], has_targets=route.gathers, lost=lost)
             for owner in owners
-            for parcel in route.letters[owner].parcels
+            for chunk in route.messages[owner].chunks
         ]
-        ready = [(owner, message) for owner in owners for message in route.letters[owner].messages]
+        ready = [(owner, part) for owner in owners for part in route.messages[owner].parts]
         if is_host(route.device):
-            for _ in encode_each(encoding, parcels, self._parcel):
-                self.mail.send(*ready.pop(0))
+            for _ in encode_each(encoding, chunks, self._chunk):
+                self.carrier.send(*ready.pop(0))
         else:
-            encode_together(encoding, parcels)
-        for message in ready:
-            self.mail.send(*message)
+            encode_together(encoding, chunks)
+        for part in ready:
+            self.carrier.send(*part)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _read(self) -> None:
-        """Decode the letters that come."""
-        self.mail.wait()
+        """Decode the messages that come."""
+        self.carrier.wait()
         route = self._route
         if not route.gathers:
-            return self._add_up(route.letters[route.rank])
+            return self._add_up(route.messages[route.rank])
         others = [rank for rank in range(route.size) if rank != route.rank]
-        parcels = [
-            self._tensors(parcel, self._received[rank], has_sources=False)
+        chunks = [
+            self._tensors(chunk, self._received[rank], has_sources=False)
             for rank in (others if is_host(route.device) else range(route.size))  # a device decodes its own here too
-            for parcel in route.letters[rank].parcels
+            for chunk in route.messages[rank].chunks
         ]
-        decode_tensors(route.wire.encoding, parcels)
-        exact = [(self._received[rank], *each) for rank in others for each in route.letters[rank].exact]
+        decode_tensors(route.wire.encoding, chunks)
+        exact = [(self._received[rank], *each) for rank in others for each in route.messages[rank].exact]
         if exact:
             foreach_copy([self._target(piece) for _, piece, _ in exact], [self._exact(*each) for each in exact])
 
-    def _exact(self, letter: torch.Tensor, piece: Piece, start: int) -> torch.Tensor:
-        """A piece in a letter that has it as it is."""
+    def _exact(self, message: torch.Tensor, piece: Piece, start: int) -> torch.Tensor:
+        """A piece in a message that has it as it is."""
         dtype = self._route.dtypes[piece.section]
-        return letter[start : start + piece.numel * dtype.itemsize].view(dtype).view(piece.shape)
+        return message[start : start + piece.numel * dtype.itemsize].view(dtype).view(piece.shape)
 
-    def _add_up(self, letter: Letter) -> None:
+    def _add_up(self, message: EncodedMessage) -> None:
         """Write the sums of this rank's own gradients and of those that came."""
         route, feedback = self._route, self._route.wire.feedback
-        self._add_up_parcels(
-            route.wire.encoding, letter.parcels, feedback.lost if feedback and feedback.is_loaded else ()
+        self._add_up_chunks(
+            route.wire.encoding, message.chunks, feedback.lost if feedback and feedback.is_loaded else ()
         )
         if feedback is not None:
             feedback.is_loaded = False
-        exact = dict[torch.dtype, list[Parcel]]()
-        for piece, start in letter.exact:
+        exact = dict[torch.dtype, list[EncodedChunk]]()
+        for piece, start in message.exact:
             dtype, shard_dtype = route.dtypes[piece.section], route.shard_dtypes[piece.section]
             for block in blocks(piece):
                 at = start + (block.shard_start - piece.shard_start) * dtype.itemsize
@@ -301,40 +303,42 @@ class _Exchange:
                     Sum(block, terms, dtype, shard_dtype, self._lease).write(self._shards, self._divisor)
                 else:
                     span = at, at + block.numel * dtype.itemsize
-                    exact.setdefault(dtype, []).append(Parcel(((block, 0),), block.numel, span))
-        for dtype, parcels in exact.items():
-            self._add_up_parcels(Unencoded(dtype, SUM_DTYPES[dtype]), parcels)
+                    exact.setdefault(dtype, []).append(EncodedChunk(((block, 0),), block.numel, span))
+        for dtype, chunks in exact.items():
+            self._add_up_chunks(Unencoded(dtype, SUM_DTYPES[dtype]), chunks)
 
-    def _add_up_parcels(self, encoding: Encoding, parcels: Sequence[Parcel], lost: Sequence[torch.Tensor] = ()) -> None:
-        """Write the sums of parcels that lie alike in the letters of all other ranks."""
+    def _add_up_chunks(
+        self, encoding: Encoding, chunks: Sequence[EncodedChunk], lost: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Write the sums of chunks that lie alike in the messages of all other ranks."""
         route = self._route
-        tensors = [self._tensors(parcel, self._received[route.rank], lost=lost) for parcel in parcels]
+        tensors = [self._tensors(chunk, self._received[route.rank], lost=lost) for chunk in chunks]
         others = [
-            [received[slice(*parcel.span)] for parcel in parcels]
+            [received[slice(*chunk.span)] for chunk in chunks]
             for rank, received in enumerate(self._received)
             if rank != route.rank
         ]
-        add_up(encoding, tensors, others, partial(divide_, divisor=self._divisor), self._parcel)
+        add_up(encoding, tensors, others, partial(divide_, divisor=self._divisor), self._chunk)
 
     def _tensors(
         self,
-        parcel: Parcel,
-        letter: torch.Tensor,
+        chunk: EncodedChunk,
+        message: torch.Tensor,
         has_sources: bool = True,
         has_targets: bool = True,
         lost: Sequence[torch.Tensor] = (),
     ) -> EncodedTensors:
-        """The tensors of a parcel, and their place in a letter."""
-        pieces, starts = zip(*parcel.pieces, strict=True)
+        """The tensors of a chunk, and their place in a message."""
+        pieces, starts = zip(*chunk.pieces, strict=True)
         sources = [*map(self._source, pieces)] if has_sources else []
         targets = [*map(self._target, pieces)] if has_targets else []
         kept = [piece.of_full(lost[piece.section]) for piece in pieces] if lost else []
-        return EncodedTensors(starts, parcel.numel, letter[slice(*parcel.span)], sources, targets, kept)
+        return EncodedTensors(starts, chunk.numel, message[slice(*chunk.span)], sources, targets, kept)
 
 
 class _Threads:
-    """Threads that write and read letters beside the training, one for each exchange that is under way: none waits for
-    another's letters. A program may end while they wait, which a pool of the standard library would not let it."""
+    """Threads that write and read messages beside the training, one for each exchange that is under way: none waits for
+    another's messages. A program may end while they wait, which a pool of the standard library would not let it."""
 
     def __init__(self) -> None:
         self._idle = list[SimpleQueue[tuple[Future[None], Callable[[], None]]]]()

@@ -28,7 +28,7 @@ from fullshard.buffer.messages import vectors, zero_copy_in
 from fullshard.buffer.plan import Copies, Piece
 from fullshard.buffer.sections import align
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
-from fullshard.comm.encoded import EncodedRoute, Post, Span
+from fullshard.comm.encoded import EncodedRoute, ExchangeMemory, Span
 from fullshard.comm.rounds import Round, plan_rounds
 from fullshard.comm.sums import Sum, blocks, check_summable, scratch_bytes
 from fullshard.comm.transport import PLAIN_SUM, LocalRoute, Reduction, Request, Route, Transport, alias
@@ -70,7 +70,7 @@ class PointToPointTransport(Transport):
     def _route(self, request: Request) -> Route:
         """Low precision is added in fp32, in the order of ranks, so that the result depends on no timing."""
         if request.wire is not None:
-            return EncodedRoute(request, partial(_PairMail, request._replace(transfers=())))
+            return EncodedRoute(request, partial(_PairCarrier, request._replace(transfers=())))
         fulls = [transfer.full for transfer in request.transfers]
         exact = request.direction == "gather" or all(full.dtype.itemsize >= 4 for full in fulls)
         nbytes = sum(param.numel * full.itemsize for plan, full, _ in request.transfers for param in plan.params)
@@ -166,25 +166,25 @@ def _message_tag(request: Request) -> int:
     return _FIRST_TAG + 2 * request.tag + (request.direction == "reduce")
 
 
-class _PairMail:
-    """Letters as messages between pairs of ranks."""
+class _PairCarrier:
+    """Encoded messages, each between two ranks."""
 
     runs_beside = True
 
-    def __init__(self, request: Request, post: Post) -> None:
+    def __init__(self, request: Request, memory: ExchangeMemory) -> None:
         group = self._group = request.process_group
-        self._post, self._tag, self._works = post, _message_tag(request), list[tuple[dist.Work, int]]()
-        self.waits_for = Wait(f"an encoded {request.direction}", group, request.tag, post.gathers)
+        self._memory, self._tag, self._works = memory, _message_tag(request), list[tuple[dist.Work, int]]()
+        self.waits_for = Wait(f"an encoded {request.direction}", group, request.tag, memory.gathers)
         self._posted = _posted.setdefault(group, [])
         self._posted.append(self._works)
-        for rank, (letter, messages) in enumerate(zip(post.received, post.messages, strict=True)):
-            for span in messages:
-                self._start(group.recv, letter[slice(*span)], rank)
+        for rank, (message, parts) in enumerate(zip(memory.received, memory.parts, strict=True)):
+            for span in parts:
+                self._start(group.recv, message[slice(*span)], rank)
 
     def send(self, rank: int, span: Span) -> None:
         group, mine = self._group, self._group.rank()
-        for peer in [each for each in range(group.size()) if each != mine] if self._post.gathers else [rank]:
-            self._start(group.send, self._post.sent[peer][slice(*span)], peer)
+        for peer in [each for each in range(group.size()) if each != mine] if self._memory.gathers else [rank]:
+            self._start(group.send, self._memory.sent[peer][slice(*span)], peer)
 
     def _start(self, call: Callable[..., dist.Work], message: torch.Tensor, peer: int) -> None:
         try:
