@@ -27,7 +27,6 @@ LAYERS = (
         "wire_policy",
         "waiting_grad",
         "leaf_hooks",
-        "_renamed",
     ),
     ("buffer.plan",),
     ("device",),
@@ -66,6 +65,8 @@ LAYERS = (
 
 #: What parts of the library need beside torch.
 DEPENDENCIES = {
+    "interop": ("fullshard_at_start",),
+    "compat": ("fullshard_at_start",),
     "fused": ("triton",),
     "disk": ("xxhash",),
     "checkpoint": ("xxhash", "safetensors", "tqdm", "upath", "fsspec"),
@@ -80,7 +81,6 @@ USE_PRIVATE = (
     "interop",
     "compat.frameworks",
     "compat.names",
-    "compat.memory_tracker",
     "testing.pytest_private",
 )
 

@@ -19,7 +19,6 @@ if not _torch.distributed.is_available():
     )
 
 from fullshard import optim as optim
-from fullshard._renamed import renamed as _renamed_to
 from fullshard.comm.waits import PeerFailureError
 from fullshard.compat import names as _names  # noqa: F401
 from fullshard.compat.patch import is_patched, patch, unpatch
@@ -143,7 +142,7 @@ if not TYPE_CHECKING:  # which would accept any name
             return importlib.import_module("fullshard.checkpoint")
         if name in _LATER:
             return getattr(importlib.import_module(f"fullshard.{_LATER[name]}"), name)
-        return _renamed_to(__name__, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 if "FULLSHARD_DOCTOR" in os.environ:  # set by `fullshard doctor` for the ranks of the job that it looks at

@@ -9,12 +9,9 @@ of torch lacks.
 
 from __future__ import annotations
 
-import importlib
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -31,6 +28,7 @@ from fullshard.schedule.unit import Unit, unit_of
 from fullshard.wrapper.flat import FLAT_NAME, FlatParameter
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
 from fullshard.wrapper.meshes import HYBRID
+from fullshard_at_start import AfterImport
 
 
 class _Both(type):
@@ -152,33 +150,12 @@ def _replace(module: ModuleType, names: dict[str, Callable[[Any], Any]]) -> None
         vars(module).update({name: names[name](vars(module)[name]) for name in found})
 
 
-class _Finder:
-    """An import hook: after a module of ``_NAMES`` is executed, its names are replaced."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name not in _NAMES:
-            return None
-        others = (each for each in sys.meta_path if each is not self)
-        spec = next((spec for each in others if (spec := each.find_spec(name, path, target)) is not None), None)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            loader.exec_module = partial(_execute, loader.exec_module)
-        return spec
+_hook = AfterImport({name: partial(_replace, names=names) for name, names in _NAMES.items()})
 
 
-def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-    execute(module)
-    _replace(module, _NAMES[module.__name__])
-
-
-@cache
 def install() -> None:
     """Replace the names, once in a process."""
-    sys.meta_path.insert(0, _Finder())
-    for name in _NAMES.keys() & sys.modules.keys():
-        _replace(importlib.import_module(name), _NAMES[name])  # import_module waits if another thread executes it
+    _hook.install()
 
 
 @when_sharded

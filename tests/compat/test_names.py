@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -90,19 +87,6 @@ def test_flat_parameters_are_cast_up(world: World, use_orig_params: bool) -> Non
 @ranks(2)
 def test_nothing_is_to_be_set_for_gathers_ahead(world: World) -> None:
     fullshard.fully_shard(MLP())._set_unshard_async_op(True)  # type: ignore[attr-defined]
-
-
-@ranks(2)
-def test_a_copy_has_a_state_of_its_own(world: World) -> None:
-    """It would keep its original alive."""
-    model: Any = fullshard.fully_shard(nn.Linear(2, 2))
-    state = weakref.ref(model._get_fsdp_state())
-    twin = copy.deepcopy(model)
-    assert model._get_fsdp_state() is state()
-    assert twin._get_fsdp_state() is twin._get_fsdp_state() is not state()
-    del model
-    gc.collect()
-    assert state() is None
 
 
 @ranks(2)

@@ -69,9 +69,11 @@ def test_names_are_bound_wherever_they_are_held_and_given_back() -> None:
         from torch.distributed._composable.fsdp import fully_shard as composable
         from torch.distributed.fsdp._fully_shard import FSDPModule
         assert composable is fully_shard is fullshard.fully_shard and FSDPModule is fullshard.FSDPModule
-        import torch.distributed._tools.fsdp2_mem_tracker as tracker
+        import torch.distributed._tools.fsdp2_mem_tracker as tracker, pytest
         import torch.distributed.pipelining.stage as later
         assert fullshard.FSDPModule is tracker.FSDPModule
+        with pytest.raises(RuntimeError, match="fullshard.explain"):
+            fullshard.FSDPModule._get_fsdp_state(None)
         from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
         assert not issubclass(ReplicateModule, fullshard.FSDPModule)
         fullshard.unpatch()

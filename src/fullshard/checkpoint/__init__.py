@@ -3,9 +3,6 @@
 Works with both front ends. Programs without ranks and without a model can use ``reader`` alone.
 """
 
-from typing import TYPE_CHECKING, Any
-
-from fullshard._renamed import renamed
 from fullshard.checkpoint.background import wait_until_finished
 from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError
 from fullshard.checkpoint.keep import BestN, CheckpointInfo, EveryNSteps, LatestN, NewerThan, PreservationPolicy
@@ -35,8 +32,3 @@ __all__ = [
     "save",
     "wait_until_finished",
 ]
-
-if not TYPE_CHECKING:  # which would accept any name
-
-    def __getattr__(name: str) -> Any:
-        return renamed(__name__, name)

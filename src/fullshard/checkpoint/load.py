@@ -18,7 +18,6 @@ import torch.nn as nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from fullshard._renamed import renamed_keywords
 from fullshard.checkpoint.background import wait_until_finished
 from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError, checksum, without_collections
 from fullshard.checkpoint.contents import Contents, Parameters, cut_differently, load_optimizer, named, new_states
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from upath import UPath
 
 
-@renamed_keywords("fullshard.checkpoint.load")
 @without_collections()
 def load(
     directory: str | Path | UPath,

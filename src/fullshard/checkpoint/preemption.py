@@ -8,11 +8,10 @@ import sys
 import threading
 import time
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from torch.distributed import ProcessGroup
 
-from fullshard._renamed import new_name, renamed_keywords
 from fullshard.checkpoint.ranks import Ranks
 
 #: Windows does not deliver SIGTERM: who asks a process to end there sends Ctrl+Break.
@@ -40,7 +39,6 @@ class PreemptionHandler:
     Ranks: all alike; the answer of a call is the same on all.
     """
 
-    @renamed_keywords("fullshard.checkpoint.PreemptionHandler")
     def __init__(self, grace_period: float = 30.0, process_group: ProcessGroup | None = None) -> None:
         self._grace_period, self._group = grace_period, process_group
         self._timer: threading.Timer | None = None
@@ -53,11 +51,6 @@ class PreemptionHandler:
         if self._signalled_at is None:
             return None
         return max(0.0, self._signalled_at + self._grace_period - time.monotonic())
-
-    if not TYPE_CHECKING:  # which would accept any name
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self, new_name("fullshard.checkpoint.PreemptionHandler", name))
 
     def __call__(self) -> bool:
         """Whether any rank has received SIGTERM. All ranks must call it, and all get the same answer."""

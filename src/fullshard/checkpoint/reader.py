@@ -12,11 +12,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from fullshard._renamed import renamed
 from fullshard.checkpoint import dcp
 from fullshard.checkpoint.blocks import BlockReader, CheckpointError, CorruptCheckpointError, in_memory
 from fullshard.checkpoint.manifest import (
@@ -380,8 +379,3 @@ __all__ = [
     "latest",
     "list_checkpoints",
 ]
-
-if not TYPE_CHECKING:  # which would accept any name
-
-    def __getattr__(name: str) -> Any:
-        return renamed(__name__, name)

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fullshard._renamed import renamed_keywords
 from fullshard.checkpoint.background import wait_until_finished
 from fullshard.checkpoint.blocks import BLOCK, BlockWriter, CheckpointError, CorruptCheckpointError, checksum
 from fullshard.checkpoint.local import LocalStorage
@@ -211,7 +210,6 @@ def mark_at(path: Location) -> str:
     return ""
 
 
-@renamed_keywords("fullshard.checkpoint.forget_replicas")
 def forget_replicas(replicas: str | Path, process_group: ProcessGroup | None = None) -> None:
     """Removes the in-memory replicas of a finished training, and so frees their memory.
 

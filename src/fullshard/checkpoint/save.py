@@ -30,7 +30,6 @@ import torch.nn as nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from fullshard._renamed import renamed_keywords
 from fullshard.checkpoint import dcp
 from fullshard.checkpoint.background import NO_MEMORY, Background
 from fullshard.checkpoint.blocks import CheckpointError, checksum, without_collections
@@ -73,7 +72,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("fullshard")
 
 
-@renamed_keywords("fullshard.checkpoint.save")
 @without_collections()
 def save(
     directory: str | Path | UPath,

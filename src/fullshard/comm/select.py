@@ -16,7 +16,6 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from fullshard._renamed import renamed_value
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.process_group import backend_name
@@ -83,7 +82,7 @@ def simulated_transport(name: str) -> Iterator[None]:
 
 def choose_transport(process_group: dist.ProcessGroup, device: torch.device) -> tuple[Transport, str]:
     """A transport, and why it is this one."""
-    wanted = renamed_value("FULLSHARD_TRANSPORT", os.environ.get("FULLSHARD_TRANSPORT", ""))
+    wanted = os.environ.get("FULLSHARD_TRANSPORT", "")
     if wanted not in ("", *NAMES):
         raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} is not a transport: use one of {', '.join(NAMES)}")
     backend = backend_name(process_group, device)

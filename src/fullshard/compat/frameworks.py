@@ -11,33 +11,15 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from fullshard.device import default_device_type
+from fullshard_at_start import AfterImport
 
 #: What was changed: the owner of a name, the name, and what it stood for.
 _changed: list[tuple[Any, str, Any]] = []
-
-
-def install() -> None:
-    """Change the modules of frameworks, those that are imported and those that will be. A second call does nothing."""
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
-        for name in _CHANGES.keys() & sys.modules.keys():
-            _CHANGES[name](sys.modules[name])
-
-
-def remove() -> None:
-    """Undo :func:`install`."""
-    if _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
-        while _changed:
-            setattr(*_changed.pop())
 
 
 def forget() -> None:
@@ -45,32 +27,6 @@ def forget() -> None:
     if state := sys.modules.get("accelerate.state"):
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
-
-
-class _Finder:
-    """Finds modules as others do, and changes those of frameworks once they were executed."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name not in _CHANGES:
-            return None
-        others = (finder for finder in list(sys.meta_path) if finder is not self)
-        found = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_change(module: ModuleType) -> None:
-                execute(module)
-                if self in sys.meta_path:
-                    _CHANGES[name](module)
-
-            spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
-        return spec
-
-
-_finder = _Finder()
 
 
 def _change(owner: Any, name: str, value: Any) -> None:
@@ -133,11 +89,25 @@ def _change_torchtitan(utils: Any) -> None:
                     _change(module, name, ours[name])
 
 
-_CHANGES: dict[str, Callable[[Any], None]] = {
-    "accelerate.state": _change_accelerate,
-    "lightning.fabric.connector": _change_lightning,
-    "lightning.pytorch.trainer.connectors.accelerator_connector": _change_lightning,
-    "lightning_fabric.connector": _change_lightning,
-    "pytorch_lightning.trainer.connectors.accelerator_connector": _change_lightning,
-    "torchtitan.tools.utils": _change_torchtitan,
-}
+_hook = AfterImport(
+    {
+        "accelerate.state": _change_accelerate,
+        "lightning.fabric.connector": _change_lightning,
+        "lightning.pytorch.trainer.connectors.accelerator_connector": _change_lightning,
+        "lightning_fabric.connector": _change_lightning,
+        "pytorch_lightning.trainer.connectors.accelerator_connector": _change_lightning,
+        "torchtitan.tools.utils": _change_torchtitan,
+    }
+)
+
+
+def install() -> None:
+    """Change the modules of frameworks, those that are imported and those that will be. A second call does nothing."""
+    _hook.install()
+
+
+def remove() -> None:
+    """Undo :func:`install`."""
+    if _hook.remove():
+        while _changed:
+            setattr(*_changed.pop())

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from fullshard.compat.memory_tracker import state_of
 from fullshard.members import managed_modules
 from fullshard.module import FSDPModule
 from fullshard.schedule.hooks import when_sharded
@@ -71,6 +70,13 @@ def _set_unshard_async_op(module: nn.Module, async_op: bool) -> None:
     """Nothing to set: a gather is always started ahead, and waits for no more than its buffers."""
 
 
+def _refuse_tracker(module: nn.Module) -> NoReturn:
+    raise RuntimeError(
+        "torch's FSDPMemTracker counts the memory of torch's FSDP, and the model was sharded by fullshard: "
+        "fullshard.explain(model, batch) predicts its memory, and fullshard.profile() records it"
+    )
+
+
 _ON_WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "rank": lambda wrapper: wrapper.process_group.rank() if wrapper.process_group else 0,  # programs that log
     "world_size": lambda wrapper: wrapper.process_group.size() if wrapper.process_group else 1,  # the same
@@ -85,7 +91,7 @@ _ON_WRAPPERS: dict[str, Callable[[Any], Any]] = {
 for _name, _read in _ON_WRAPPERS.items():
     setattr(FullyShardedDataParallel, _name, property(_read))
 FSDPModule._set_unshard_async_op = _set_unshard_async_op  # type: ignore[attr-defined]
-FSDPModule._get_fsdp_state = lambda module: state_of(_unit(module), module)  # type: ignore[attr-defined]  # FSDPMemTracker
+FSDPModule._get_fsdp_state = _refuse_tracker  # type: ignore[attr-defined]  # FSDPMemTracker
 
 
 @when_sharded

@@ -113,12 +113,6 @@ class Gradients:
         params, dtypes = self._group.params, self._views.dtypes
         return sum(params[i].shape.numel() * dtypes[i].itemsize for i in self._arrived.union(self._waiting))
 
-    def unreduced_tensor(self, index: int) -> torch.Tensor | None:
-        """The tensor that has a parameter's gradient before it is reduced: one of autograd's, or the whole buffer."""
-        if index in self._arrived and index not in self._waiting:
-            return self._views.zero_copy.get(index, self._buffer.memory.detach())
-        return self._waiting.get(index)
-
     def unreduced(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The gradients of this rank that wait to be reduced, by the index of their parameter."""
         yield from self._waiting.items()

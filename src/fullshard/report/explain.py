@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard._renamed import renamed_keywords
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.device import CPU, PLANNED, planned_for
 from fullshard.fully_shard import fully_shard_blocks
@@ -133,7 +132,6 @@ class Explanation:
             return None
         return fit_into(self.device_memory, self.memory, self.activations is not None)
 
-    @renamed_keywords("fullshard.report.explain.Explanation.estimate")
     def estimate(
         self,
         *,
