@@ -33,9 +33,10 @@ class AfterImport:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in self._changes:
+        if name not in self._changes or self not in sys.meta_path:
             return None
-        found = (finder.find_spec(name, path, target) for finder in list(sys.meta_path) if finder is not self)
+        after = sys.meta_path[sys.meta_path.index(self) + 1 :]  # another hook of this kind would ask this one
+        found = (finder.find_spec(name, path, target) for finder in after)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
@@ -49,14 +50,16 @@ class AfterImport:
         return spec
 
 
+def _patch(_: ModuleType) -> None:
+    _torch.remove()
+    from fullshard.compat.patch import patch_and_report
+
+    patch_and_report()
+
+
+_torch = AfterImport({"torch": _patch})
+
+
 def patch_torch() -> None:
-    """Call ``fullshard.patch()`` when this process has imported torch."""
-
-    def patch(_: ModuleType) -> None:
-        hook.remove()
-        from fullshard.compat.patch import patch_and_report
-
-        patch_and_report()
-
-    hook = AfterImport({"torch": patch})
-    hook.install()
+    """Call ``fullshard.patch()`` when this process has imported torch. A second call does nothing."""
+    _torch.install()
