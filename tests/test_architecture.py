@@ -51,6 +51,7 @@ LAYERS = (
         "strangers",
         "finite",
         "first_values",
+        "diverging",
         "skip_module",
         "fully_shard",
         "full_params",

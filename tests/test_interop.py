@@ -191,7 +191,7 @@ def test_nobody_has_to_ask_for_it(imports: str) -> None:
     run_alone(ALONE.format(imports=imports))
 
 
-def test_nothing_of_torchs_sharding_is_imported_when_nobody_did() -> None:
+def test_nothing_of_torchs_sharding_and_nothing_optional_is_imported_when_nobody_did() -> None:
     """Nor does ``patch()`` take what knows both libraries: ``unpatch()`` would take it back, and a model that is
     sharded later would be unknown."""
     code = """
@@ -202,6 +202,8 @@ fullshard.patch()
 print(state_dict.FSDP.torch_class.__module__)
 """
     packages = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed._composable.fsdp")
+    optional = ("wrapper", "checkpoint", "report", "rehearsal", "testing", "optim.local_steps", "optim.meeting")
+    packages += tuple(f"fullshard.{name}" for name in optional)
     assert run_alone(code.format(packages)) == "[]\ntorch.distributed.fsdp.fully_sharded_data_parallel"
 
 

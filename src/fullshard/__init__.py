@@ -41,25 +41,6 @@ from fullshard.schedule.handles import GradientReductionHandle, UnshardHandle
 from fullshard.skip_module import skip_module
 from fullshard.watch import watch as _watch  # noqa: F401
 from fullshard.wire_policy import WirePolicy
-from fullshard.wrapper.flat import FlatParameter
-from fullshard.wrapper.fsdp import FullyShardedDataParallel
-from fullshard.wrapper.settings import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
 
 if TYPE_CHECKING:
     from fullshard import checkpoint as checkpoint
@@ -69,6 +50,25 @@ if TYPE_CHECKING:
     from fullshard.report.plan import Plan
     from fullshard.report.profile import Trace, profile
     from fullshard.report.search import DoesNotFitError, fit
+    from fullshard.wrapper.flat import FlatParameter
+    from fullshard.wrapper.fsdp import FullyShardedDataParallel
+    from fullshard.wrapper.settings import (
+        BackwardPrefetch,
+        CPUOffload,
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        LocalOptimStateDictConfig,
+        LocalStateDictConfig,
+        MixedPrecision,
+        OptimStateDictConfig,
+        OptimStateKeyType,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        ShardingStrategy,
+        StateDictConfig,
+        StateDictSettings,
+        StateDictType,
+    )
 
 __all__ = [
     "AllGather",
@@ -133,11 +133,16 @@ _LATER = {"Trace": "report.profile", "explain": "report.explain", "profile": "re
 _LATER |= {"Metrics": "report.metrics", "log_metrics": "report.metrics"}
 _LATER |= {"DoesNotFitError": "report.search", "Plan": "report.plan", "fit": "report.search"}
 _LATER |= {"Diagnosis": "report.doctor", "doctor": "report.doctor"}
+_LATER |= {"FlatParameter": "wrapper.flat", "FullyShardedDataParallel": "wrapper.fsdp"}
+_SETTINGS = "BackwardPrefetch", "CPUOffload", "MixedPrecision", "OptimStateKeyType", "ShardingStrategy"
+_STATE_DICTS = "Full", "Local", "Sharded", "FullOptim", "LocalOptim", "ShardedOptim", "Optim", ""
+_LATER |= dict.fromkeys((*_SETTINGS, "StateDictSettings", "StateDictType"), "wrapper.settings")
+_LATER |= dict.fromkeys((f"{kind}StateDictConfig" for kind in _STATE_DICTS), "wrapper.settings")
 
 if not TYPE_CHECKING:  # which would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Imports ``checkpoint`` and reports once they are asked for: torch's own checkpoints take their time."""
+        """Imports the wrapper, ``checkpoint`` and reports once they are asked for."""
         if name == "checkpoint":
             return importlib.import_module("fullshard.checkpoint")
         if name in _LATER:

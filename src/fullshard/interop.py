@@ -9,6 +9,7 @@ of torch lacks.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -25,10 +26,13 @@ from fullshard.policies import warn
 from fullshard.schedule.hooks import when_sharded
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Unit, unit_of
-from fullshard.wrapper.flat import FLAT_NAME, FlatParameter
-from fullshard.wrapper.fsdp import FullyShardedDataParallel
-from fullshard.wrapper.meshes import HYBRID
 from fullshard_at_start import AfterImport
+
+
+def _wrappers() -> tuple[Any, ...]:
+    """The class of wrapped modules, if the program has imported it."""
+    module = sys.modules.get("fullshard.wrapper.fsdp")
+    return () if module is None else (module.FullyShardedDataParallel,)
 
 
 class _Both(type):
@@ -37,15 +41,22 @@ class _Both(type):
     torch_class: Any
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, (cls.torch_class, FullyShardedDataParallel))
+        return isinstance(instance, (cls.torch_class, *_wrappers()))
 
     def __getattr__(cls, name: str) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:
             model = next(each for each in (*args, *kwargs.values()) if isinstance(each, nn.Module))
-            ours = FullyShardedDataParallel.fsdp_modules(model)
-            return getattr(FullyShardedDataParallel if ours else cls.torch_class, name)(*args, **kwargs)
+            ours = [wrapper for wrapper in _wrappers() if wrapper.fsdp_modules(model)]
+            return getattr(ours[0] if ours else cls.torch_class, name)(*args, **kwargs)
 
         return method
+
+
+class _Hybrid(list[Any]):
+    """The strategies with replicas, of both libraries: they have the same names."""
+
+    def __contains__(self, strategy: Any) -> bool:
+        return any(strategy.name == each.name for each in self)
 
 
 def _state_of(torch_class: Any, module: nn.Module) -> Any:
@@ -76,8 +87,8 @@ def _reduce(schedule: Schedule) -> None:
 def _names_of(old: Callable[..., set[str]], model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
     """The original names in a parameter of a model. In torch a module has one flat parameter; ours may have several."""
     names, (_, _, last) = old(model, name, *args, **kwargs), name.rpartition(".")
-    if last.startswith(f"{FLAT_NAME}_") and isinstance(flat := model.get_parameter(name), FlatParameter):
-        names = {path.removesuffix(last) + inside for path in names for inside in flat._fqns}
+    if last.startswith("_flat_param_") and (inside := getattr(model.get_parameter(name), "_fqns", None)) is not None:
+        names = {path.removesuffix(last) + each for path in names for each in inside}
     return names
 
 
@@ -93,7 +104,7 @@ def _unflatten(old: Callable[..., Any], optimizer: Optimizer, flat: dict[str, An
 
 def _registry(old: Callable[[nn.Module], Any], module: nn.Module) -> Any:
     """The composable functions of torch that prepared a module; our ``fully_shard`` counts as torch's."""
-    is_ours = isinstance(module, (FSDPModule, FullyShardedDataParallel))
+    is_ours = isinstance(module, (FSDPModule, *_wrappers()))
     return {**(old(module) or {}), "fully_shard": None} if is_ours else old(module)
 
 
@@ -123,7 +134,7 @@ _NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "torch.distributed._composable.replicate_with_fsdp": {"_get_registry": lambda old: partial(_registry, old)},
     "torch.distributed.checkpoint.state_dict": {
         "FSDP": lambda torch_class: _Both("FullyShardedDataParallel", (), {"torch_class": torch_class}),
-        "HYBRID_SHARDING_STRATEGIES": lambda old: [*old, *HYBRID],
+        "HYBRID_SHARDING_STRATEGIES": lambda old: _Hybrid(old),
         "_get_fqns": lambda old: partial(_names_of, old),
         "_get_module_fsdp_state_if_fully_sharded_module": lambda old: lambda module: unit_of(module) or old(module),
         "_unflatten_optim_state_dict": lambda old: partial(_unflatten, old),

@@ -30,7 +30,7 @@ from fullshard.checkpoint.reader import Checkpoint, is_there, list_checkpoints, 
 from fullshard.checkpoint.selection import Item, Selection, tell
 from fullshard.checkpoint.storage import located
 from fullshard.disk.file import bytes_of
-from fullshard.optim.local_steps import replica_of
+from fullshard.diverging import replica_of
 from fullshard.policies import local_path, warn
 from fullshard.wrapper.flat import FlatParameter
 

@@ -58,7 +58,7 @@ from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.removal import remove_older
 from fullshard.checkpoint.replicas import Hosts, Sent
 from fullshard.checkpoint.storage import Partial, Storage, located, storage_of
-from fullshard.optim.local_steps import refuse_mixture, replica_of
+from fullshard.diverging import refuse_mixture, replica_of
 from fullshard.policies import local_path, warn
 from fullshard.report.metrics import Metrics
 from fullshard.report.text import bytes_of, bytes_text, quantity_text, seconds_text

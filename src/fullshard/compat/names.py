@@ -1,7 +1,8 @@
 """Attributes that frameworks and torch read on a sharded model, in addition to the public ones. Each says who reads it.
 
 They are attributes of torch's FSDP, mostly private ones. Owns their values; the engine does not use them. Importing
-this file puts them on the classes of the front ends. Sharding puts them on modules and parameters.
+this file puts them on the classes of the front ends, on the wrapper once a program imports it. Sharding puts them on
+modules and parameters.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ from fullshard.members import managed_modules
 from fullshard.module import FSDPModule
 from fullshard.schedule.hooks import when_sharded
 from fullshard.schedule.unit import Unit, unit_of
-from fullshard.wrapper.flat import FLAT_NAME
-from fullshard.wrapper.fsdp import FullyShardedDataParallel
-from fullshard.wrapper.settings import settings_of
+from fullshard_at_start import AfterImport
 
 #: The unit of a sharded module. (Other modules do not have these attributes.)
 _unit: Callable[[nn.Module], Unit] = unit_of  # type: ignore[assignment]
@@ -47,13 +46,13 @@ class _FlatView:
             shown.data = part.view(shown.shape)
 
 
-def _flat_param(wrapper: FullyShardedDataParallel) -> Any:
+def _flat_param(wrapper: Any) -> Any:
     if not _unit(wrapper).groups:
         return None
-    return _FlatView(_unit(wrapper)) if wrapper._use_orig_params else wrapper.module.get_parameter(FLAT_NAME)
+    return _FlatView(_unit(wrapper)) if wrapper._use_orig_params else wrapper.module.get_parameter("_flat_param")
 
 
-def _handle(wrapper: FullyShardedDataParallel) -> SimpleNamespace | None:
+def _handle(wrapper: Any) -> SimpleNamespace | None:
     """A substitute for torch's handle. Programs may set its attributes, such as ``_orig_param_dtype``. The engine
     ignores them, because it reads the parameters' own dtypes."""
     flat = _flat_param(wrapper)
@@ -85,11 +84,16 @@ _ON_WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "_flat_param": _flat_param,  # the same
     "_handle": _handle,  # the same
     "_is_root": _is_root,  # programs that clip or save on the root only
-    "_state_dict_type": lambda wrapper: settings_of(wrapper).state_dict_type,  # programs that save as it is set
+    "_state_dict_type": lambda each: each.get_state_dict_type(each).state_dict_type,  # programs that save as it is set
 }
 
-for _name, _read in _ON_WRAPPERS.items():
-    setattr(FullyShardedDataParallel, _name, property(_read))
+
+def _name_wrappers(module: Any) -> None:
+    for name, read in _ON_WRAPPERS.items():
+        setattr(module.FullyShardedDataParallel, name, property(read))
+
+
+AfterImport({"fullshard.wrapper.fsdp": _name_wrappers}).install()
 FSDPModule._set_unshard_async_op = _set_unshard_async_op  # type: ignore[attr-defined]
 FSDPModule._get_fsdp_state = _refuse_tracker  # type: ignore[attr-defined]  # FSDPMemTracker
 

@@ -27,7 +27,6 @@ from fullshard.compat import frameworks
 from fullshard.module import FSDPModule
 from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.schedule.hooks import when_sharded
-from fullshard.wrapper.fsdp import FullyShardedDataParallel
 
 _log = logging.getLogger("fullshard")
 
@@ -155,7 +154,10 @@ def _tell_if_nothing_is_sharded() -> None:
 
 def _replacements() -> dict[int, Any]:
     """Our objects by the identity of torch's."""
-    ours = {name: getattr(fullshard, name) for name in fullshard.__all__ if name != "ShardPlacementResult"}
+    theirs = set().union(*(vars(module) for module in map(sys.modules.get, _PUBLIC) if module is not None))
+    ours = {
+        name: getattr(fullshard, name) for name in theirs.intersection(fullshard.__all__) - {"ShardPlacementResult"}
+    }
     policies = {name: each for name, each in vars(wrap).items() if getattr(each, "__module__", "") == wrap.__name__}
     ours |= {name: each for name, each in policies.items() if name != "_Policy"}  # programs derive classes from torch's
     ours["ShardedGradScaler"] = ShardedGradScaler
@@ -174,7 +176,7 @@ def _is_left_alone(name: str) -> bool:
 def _refuse_sharded(what: str) -> None:
     """Raise an error if a sharded model exists: programs would not recognize its classes any more."""
     gc.collect()
-    names = {cls.__name__ for cls in (FSDPModule, FullyShardedDataParallel)}
+    names = {FSDPModule.__name__, "FullyShardedDataParallel"}
     for each in gc.get_objects():
         if issubclass(type(each), torch.nn.Module) and names & {cls.__name__ for cls in type(each).__mro__}:
             raise RuntimeError(

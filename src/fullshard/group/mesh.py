@@ -19,7 +19,6 @@ class DataMesh:
     spmd_mesh: DeviceMesh | None = None  # the full mesh on which the parameters are already DTensors, if one was given
     shard_dims: tuple[int, ...] = ()  # which of its dims shard
     spmd_dims: tuple[int, ...] = ()  # which of its dims are data-parallel
-    apart_group: dist.ProcessGroup | None = None  # over replicas that train apart, which have no ``replicate_group``
     shards_replicas: bool = False  # whether each shard is cut again over the replicas between steps
 
     @cached_property

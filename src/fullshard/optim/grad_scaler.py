@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.waits import waiting
+from fullshard.diverging import replicas_apart
 from fullshard.group.feedback import GradientFeedback
 from fullshard.group.owners import owner_of
 from fullshard.group.param_group import ParamGroup
@@ -75,7 +76,7 @@ class ShardedGradScaler(OpenGradScaler):
         groups = [self.process_group]
         if self.process_group not in (None, dist.group.WORLD):
             meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
-            apart = {owner[0].data.apart_group for param in params if (owner := owner_of(param)) is not None}
+            apart = {replicas_apart(owner[0]) for param in params if (owner := owner_of(param)) is not None}
             groups += [group for mesh in meshes for group in mesh.get_all_groups() if group not in apart]
         for group in groups:
             with waiting("the search for infinite gradients", group):

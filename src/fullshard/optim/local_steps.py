@@ -14,8 +14,7 @@ and what makes groups forget other replicas. :mod:`fullshard.optim.meeting` owns
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -28,6 +27,7 @@ from torch.optim import Optimizer
 
 from fullshard.comm.select import select_transport
 from fullshard.device import Lane
+from fullshard.diverging import count_steps, counter_of, let_diverge, replicas_apart
 from fullshard.first_values import verify_values
 from fullshard.group.context import GroupContext
 from fullshard.group.mesh import DataMesh
@@ -44,8 +44,6 @@ from fullshard.wire_policy import EXACT, WirePolicy
 
 #: The part of its own value that a parameter keeps where an exchange ran beside steps. The rest is the anchor's.
 _KEPT = 0.5
-#: Who counts the steps on a group. (The optimizer's hooks keep it alive.)
-_counting: weakref.WeakKeyDictionary[GroupContext, weakref.ref[LocalSteps]] = weakref.WeakKeyDictionary()
 
 
 class LocalSteps:
@@ -127,7 +125,7 @@ class LocalSteps:
         expect(isinstance(wire_policy, WirePolicy), "wire_policy", wire_policy, "a WirePolicy")
         groups = groups_in(model, recurse=True)
         self._process_group = _replicas_of(groups)
-        self._groups, self._optimizer, self._device = groups, optimizer, groups[0].device
+        self._groups, self.optimizer, self._device = groups, optimizer, groups[0].device
         members = _members(model, groups, optimizer)
         expect(every > 0, "every", every, "1 or more optimizer steps", ValueError)
         most = min(every, len(members))
@@ -149,7 +147,7 @@ class LocalSteps:
         self._lane = Lane(self._device)
         _set_apart(groups, self._process_group)
         for group in groups:
-            _counting[group] = weakref.ref(self)
+            count_steps(group, self)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -186,7 +184,7 @@ class LocalSteps:
     def _check_parameters(self) -> None:
         """Raise RuntimeError if the optimizer has other parameters than those that replicas exchange."""
         exchanged = {id(each.param.sharded) for fragment in self._fragments for each in fragment.members}
-        if exchanged != {id(param) for param in params_of(self._optimizer) if owner_of(param) is not None}:
+        if exchanged != {id(param) for param in params_of(self.optimizer) if owner_of(param) is not None}:
             raise RuntimeError(
                 "the optimizer has other sharded parameters than when LocalSteps was made, and replicas would not "
                 "exchange all of their changes: make LocalSteps after the last parameter was added"
@@ -299,7 +297,7 @@ def _replicas_of(groups: Sequence[ParamGroup]) -> dist.ProcessGroup:
         raise ValueError("LocalSteps needs a model that was sharded by fully_shard on a mesh (replicate, shard)")
     found: list[dist.ProcessGroup] = []
     for group in groups:
-        data, over = group.data, group.data.apart_group or group.data.replicate_group
+        data, over = group.data, replicas_apart(group) or group.data.replicate_group
         if group.is_flat:
             problem = "is wrapped by FullyShardedDataParallel: shard it with fully_shard"
         elif _still_takes_local_steps(group):
@@ -366,59 +364,18 @@ def _set_apart(groups: Sequence[ParamGroup], over: dist.ProcessGroup) -> None:
     """Let groups be those of one replica from now on: their gradients are reduced inside of it."""
     made: dict[DataMesh, DataMesh] = {}
     for group in groups:
-        apart = replace(group.data, replicate_group=None, apart_group=over)
-        group.data = made.setdefault(group.data, apart)
+        if group.data not in made:
+            made[group.data] = let_diverge(replace(group.data, replicate_group=None), over)
+        group.data = made[group.data]
         for param in group.params:
             param.data = group.data
         group.gradients.forget_layout()
 
 
-def _local_steps_of(group: GroupContext) -> LocalSteps | None:
-    counting = _counting.get(group)
-    return counting() if counting is not None else None
-
-
 def _still_takes_local_steps(group: GroupContext) -> bool:
     """Whether a LocalSteps of the group is in use. One that nobody uses may be garbage that waits for a collection on
     some ranks only, and is collected here: all ranks must find the same."""
-    if _local_steps_of(group) is None:
+    if counter_of(group) is None:
         return False
     gc.collect()
-    return _local_steps_of(group) is not None
-
-
-def replica_of(model: nn.Module) -> tuple[int, int] | None:
-    """The number of this rank's replica and how many there are, if the replicas of a model train apart."""
-    groups = (group.data.apart_group for group in groups_in(model, recurse=True))
-    over = next((each for each in groups if each is not None), None)
-    return None if over is None else (over.rank(), over.size())
-
-
-def refuse_mixture(model: nn.Module) -> None:
-    """Raise RuntimeError if the replicas of a model train apart, and their parameters may differ now."""
-    for group in groups_in(model, recurse=True):
-        if group.data.apart_group is None:
-            continue
-        local_steps = _local_steps_of(group)
-        if local_steps is None:
-            raise RuntimeError(
-                f"{group.title} belongs to a copy of a model whose replicas train apart, and the copies on different "
-                f"replicas may differ: save the model itself, inside of local_steps.global_parameters()"
-            )
-        if names := local_steps.differing:
-            raise RuntimeError(
-                f"replicas have trained apart since their last meeting, and differ in {len(names)} parameters, such as "
-                f"'{names[0]}': a checkpoint would mix them. Save inside of local_steps.global_parameters()"
-            )
-
-
-def refuse_uncounted(optimizer: Optimizer, groups: Iterable[GroupContext]) -> None:
-    """Raise RuntimeError if the replicas of these groups train apart, and nobody counts the steps of the optimizer."""
-    for group in groups:
-        if group.data.apart_group is not None:
-            local_steps = _local_steps_of(group)
-            if local_steps is None or local_steps._optimizer is not optimizer:
-                raise RuntimeError(
-                    f"the replicas of {group.title} train apart, but no LocalSteps counts the steps of this "
-                    f"{type(optimizer).__name__}: they would never meet. Make LocalSteps(model, optimizer) with it"
-                )
+    return counter_of(group) is not None

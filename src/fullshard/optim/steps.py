@@ -20,12 +20,12 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard.device import CPU, streams_of
+from fullshard.diverging import refuse_uncounted
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
 from fullshard.group.param_group import ParamGroup
 from fullshard.optim.disk_step import offload_state
 from fullshard.optim.local_step import prepare_step
-from fullshard.optim.local_steps import refuse_uncounted
 from fullshard.policies import warn
 from fullshard.strangers import strangers_of
 from fullshard.torch_private import local_of, only_makes_state, running_backward, set_local
