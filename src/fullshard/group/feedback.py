@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from fullshard.buffer.messages import vectors, zero_copy_in
 from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import Section
+from fullshard.comm.all_reduce import sum_route
 from fullshard.comm.transport import PLAIN_SUM, Feedback, Reduction, Transfer, Wire
-from fullshard.comm.waits import waiting
 from fullshard.group.context import GroupContext
 from fullshard.group.gradient_views import WholeViews
 from fullshard.group.parameter import local_tensor
@@ -162,9 +161,8 @@ class GradientFeedback:
             route = group.reduce_transport.private.reduce_route(transfers, data.replicate_group, group.tag)
             route.start(sums, PLAIN_SUM).finish()
         elif data.replicate_group is not None:
-            with waiting(f"the all-reduce of what {group.title} has lost", data.replicate_group):
-                for each in sums:
-                    dist.all_reduce(each, group=data.replicate_group)
+            over_replicas = sum_route(group.reduce_transport.private, [], data.replicate_group, group.tag, group.device)
+            over_replicas.start((), PLAIN_SUM, *sums).finish()
         return _chunks(parts, sums)
 
 

@@ -13,12 +13,11 @@ from functools import partial
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 
 from fullshard.buffer.plan import Plan
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.all_reduce import sum_route
-from fullshard.comm.transport import Reduction, Route, StillRead, Transfer, Wire
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Route, StillRead, Transfer, Wire
 from fullshard.comm.waits import waiting
 from fullshard.device import CPU, Done, HoldingMark, Pending, beside, copy_to_host, is_host
 from fullshard.disk.tensor import DiskTensor
@@ -69,6 +68,7 @@ class ReductionPlan:
     replica: ReplicaGradients | None = None  # where the parts' values are added up next, if replicas shard them
     replica_parts: Sequence[Part] = ()  # what comes of it
     route: Route | None = None  # once a reduction was started
+    over_replicas: Route | None = None  # of what it gives, where replicas have whole shards
     on_delivery: Callable[[], None] | None = None  # is called when ``param.grad`` has the gradients
 
 
@@ -151,12 +151,17 @@ class PendingReduction:
         if plan.replica is not None:
             self._outputs, self._parts = [part.allocate() for part in plan.replica_parts], plan.replica_parts
             return plan.replica.start(self._outputs)
-        if group.data.replicate_group is not None:
-            all_reduce = options.all_reduce or partial(dist.all_reduce, group=group.data.replicate_group)
-            with waiting(f"the all-reduce of {group.title}", group.data.replicate_group):
+        replicas = group.data.replicate_group
+        if replicas is None:
+            return Done()
+        if options.all_reduce is not None:
+            with waiting("an all-reduce", replicas, group.tag):
                 for output in self._outputs:
-                    all_reduce(output)
-        return Done()
+                    options.all_reduce(output)
+            return Done()
+        if plan.over_replicas is None:
+            plan.over_replicas = sum_route(group.reduce_transport.private, [], replicas, group.tag, group.device)
+        return plan.over_replicas.start((), PLAIN_SUM, *self._outputs)
 
     def _locals(self) -> list[tuple[int, torch.Tensor]]:
         """The chunk of each parameter in the outputs."""
