@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import pytest
 import torch
@@ -48,6 +50,9 @@ LAUNCHES = {
     (1, True): {"launches": (3, 3), "copied": (3.8, 3.73), "collectives": (0, 0)},
 }
 ALWAYS = {"allocated": (0, 0), "synchronizations": (0, 0), "events": (5.875, 5.875), "stream_waits": (5.625, 5.625)}
+#: What a reader of a step over messages must follow, see :class:`Walk`: the first one, and those that follow.
+FIRST_STEP = {"files": 49, "functions": 324, "lines": 2780}
+STEADY_STEP = {"files": 32, "functions": 124, "lines": 1430, "chain": 12}
 WORK = Work("counted", blocks=3, width=128, sequence=4, vocabulary=64)
 
 
@@ -141,3 +146,52 @@ def test_a_gather_takes_no_more_calls(world: World, transport: str) -> None:
     assert len(called) <= most_calls, f"{len(called)} calls"
     assert len(set(called)) <= most_files, f"{set(called)}"
     assert depth[1] <= DEPTH, f"{depth[1]} calls of one another"
+
+
+class Walk:
+    """What a reader of some work must follow: the code of the library that runs, in whichever thread."""
+
+    def __init__(self) -> None:
+        self.found: set[CodeType] = set()
+        self.chain = 0  # the most frames of the library that call one another
+        self._depths = threading.local()
+
+    def __enter__(self) -> Walk:
+        threading.setprofile(self._notice)
+        sys.setprofile(self._notice)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+    def _notice(self, frame: FrameType, event: str, argument: object) -> None:
+        if event in ("call", "return") and frame.f_code.co_filename.startswith(str(SOURCE)):
+            depth = max(0, getattr(self._depths, "now", 0) + (1 if event == "call" else -1))
+            self._depths.now = depth
+            self.chain = max(self.chain, depth)
+            if event == "call" and not frame.f_code.co_name.startswith("<"):
+                self.found.add(frame.f_code)
+
+    def counts(self) -> dict[str, int]:
+        lines = sum(len({line for _, _, line in code.co_lines() if line}) for code in self.found)
+        files = {code.co_filename for code in self.found}
+        return {"files": len(files), "functions": len(self.found), "lines": lines, "chain": self.chain}
+
+
+@ranks(2)
+@pytest.mark.transport("p2p")
+def test_a_reader_of_a_step_has_no_more_to_follow(world: World) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)) for _ in range(4)])
+    first, steady = Walk(), Walk()
+    for block in model:
+        fullshard.fully_shard(block)
+    fullshard.fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number in range(5):
+        with first if number == 0 else steady if number == 4 else nullcontext():
+            model(torch.ones(2, 32)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for found, most in ((first.counts(), FIRST_STEP), (steady.counts(), STEADY_STEP)):
+        assert all(found[what] <= most[what] for what in most), f"{found}, and may be {most}"

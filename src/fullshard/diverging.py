@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fullshard.group.context import GroupContext
 from fullshard.group.mesh import DataMesh
+from fullshard.optim.steps import checks
 from fullshard.schedule.unit import groups_in
 
 
@@ -38,6 +39,8 @@ _counters: weakref.WeakKeyDictionary[GroupContext, weakref.ref[StepCounter]] = w
 def let_diverge(data: DataMesh, over: dist.ProcessGroup) -> DataMesh:
     """Note that the replicas of a mesh, which has one replica only, lie over these ranks. Returns the mesh."""
     _replicas[data] = over
+    if refuse_uncounted not in checks:
+        checks.append(refuse_uncounted)
     return data
 
 

@@ -8,7 +8,7 @@ optimizer state to the device for the step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import chain
 from operator import itemgetter
@@ -20,7 +20,6 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard.device import CPU, streams_of
-from fullshard.diverging import refuse_uncounted
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
 from fullshard.group.param_group import ParamGroup
@@ -39,6 +38,10 @@ _found: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[G
 _params: Callable[[dict[str, Any]], list[torch.Tensor]] = itemgetter("params")
 
 
+#: Called before each step of an optimizer, with the groups whose parameters it has.
+checks: list[Callable[[Optimizer, Sequence[GroupContext]], None]] = []
+
+
 def watch_steps() -> None:
     """Run the hooks on all steps of all optimizers from now on, and check all optimizers again: a group was made."""
     _found.clear()
@@ -55,7 +58,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = _groups_of(optimizer)
     if not groups:
         return
-    refuse_uncounted(optimizer, groups)
+    for check in checks:
+        check(optimizer, groups)
     for group in groups:
         if isinstance(group, ParamGroup) and running_backward() < 0:
             group.keep_writes()  # before the step writes too
