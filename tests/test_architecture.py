@@ -52,6 +52,7 @@ LAYERS = (
         "finite",
         "first_values",
         "diverging",
+        "original_parameters",
         "skip_module",
         "fully_shard",
         "full_params",

@@ -17,6 +17,7 @@ The names are those of ``torch.distributed.checkpoint.state_dict``, without any 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
@@ -32,13 +33,11 @@ from fullshard.checkpoint.reader import Checkpoint, CheckpointError, Target
 from fullshard.checkpoint.selection import Selection
 from fullshard.group.parameter import local_tensor, plain_name
 from fullshard.optim.disk_step import state_like
+from fullshard.original_parameters import GroupParameters, OriginalParameter, expect, is_flat, shown_parameters
 from fullshard.policies import warn
+from fullshard.schedule.unit import units_in
 from fullshard.torch_private import altered_spec, is_traceable_subclass, make_dtensor, spec_of
 from fullshard.tree import tensors
-from fullshard.wrapper.flat import FLAT_NAME, FlatParameter, Fragment
-from fullshard.wrapper.fsdp import FullyShardedDataParallel
-from fullshard.wrapper.optim_state import GroupParameters, OriginalParameter, expect, shown_parameters
-from fullshard.wrapper.state_dict import in_place
 
 #: Key for the class of a tensor subclass, in the dict that replaces it in an outline.
 _KIND = "a tensor subclass"
@@ -203,7 +202,7 @@ class Parameters:
         value: Any,
         everyone: bool,
     ) -> None:
-        layout, is_flat, problem = self.known[original].layout, isinstance(param, FlatParameter), ""
+        layout, has_several, problem = self.known[original].layout, is_flat(param), ""
         if isinstance(value, torch.Tensor) and value.ndim and value.shape != param.shape:
             if path[-1] in SCALES or path[-1] in TABLES:
                 blocks = layout.of_inner(str(path[-1]), local_tensor(param).numel(), value)
@@ -211,12 +210,12 @@ class Parameters:
                     contents.add(named(path), value, blocks)
                     return
             is_whole = layout.boxes == (((0,) * len(layout.shape), layout.shape),)  # state may then have any shape
-            if is_flat or not is_whole or isinstance(value, DTensor):
+            if has_several or not is_whole or isinstance(value, DTensor):
                 problem = (
                     f"has the shape {tuple(value.shape)}, but this rank's part of the parameter has the shape "
                     f"{tuple(param.shape)}: it cannot be saved or loaded, because it cannot be cut for other ranks"
                 )
-        elif (is_flat or layout.order is not None) and is_traceable_subclass(value):
+        elif (has_several or layout.order is not None) and is_traceable_subclass(value):
             problem = (
                 f"is a {type(value).__name__}, which FullyShardedDataParallel cannot cut: shard the model with "
                 f"fully_shard, or use an optimizer with plain state"
@@ -232,7 +231,7 @@ class Parameters:
             if value is None or not layout.has_first:
                 return
         elif isinstance(value, torch.Tensor) and value.shape == param.shape:
-            contents.add(named(path), original.param.part_in(value) if is_flat else value, layout)
+            contents.add(named(path), original.param.part_in(value) if has_several else value, layout)
             return
         elif isinstance(value, dict) or (isinstance(value, (list, tuple)) and any(True for _ in tensors(value))):
             for key, each in value.items() if isinstance(value, dict) else enumerate(value):
@@ -257,7 +256,10 @@ class Parameters:
     def other_values(self) -> State:
         """The model's state that is not parameters: persistent buffers, extra state, and what hooks add."""
         is_wrapped = _is_wrapped(self.model)
-        with in_place(self.model):
+        with ExitStack() as contexts:
+            for unit in units_in(self.model) if is_wrapped else ():
+                wrapper: Any = unit.modules[0]
+                contexts.enter_context(wrapper._state_dict_in_place())
             saved = self.model.state_dict(keep_vars=not is_wrapped)  # keep_vars takes half the time
         known = {name for each in self.known.values() for name in each.names}
         return {
@@ -265,7 +267,7 @@ class Parameters:
             for name, value in saved.items()
             if name not in known
             and _clean(name) not in known
-            and not (is_wrapped and name.rpartition(".")[2].startswith(FLAT_NAME))
+            and not (is_wrapped and name.rpartition(".")[2].startswith("_flat_param"))
         }
 
     def load_other_values(self, other_values: State) -> None:
@@ -310,9 +312,9 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
         on_device = bool(options.get("capturable") or options.get("fused"))
         for param in options["params"]:
             originals = params.shown[param]
-            if not isinstance(param, FlatParameter) and isinstance(originals[0].param, Fragment) and not param.numel():
+            if not is_flat(param) and originals[0].has_run and not param.numel():
                 continue  # this rank has no elements of it, and so no state
-            if not isinstance(param, FlatParameter) and not params.known[originals[0]].layout.boxes:
+            if not is_flat(param) and not params.known[originals[0]].layout.boxes:
                 layout, names = params.known[originals[0]]
                 keys = saved.get(names[0], {}).items()
                 shapes = {positions[name][0].shape for key, name in keys if "." not in key and name in positions}
@@ -436,7 +438,7 @@ def _subclass(outline: State, name: str, param: nn.Parameter, layout: Layout, ch
                 inner[attribute] = torch.zeros(entry.shape, dtype=entry.dtype, device=local.device)
             else:
                 inner.setdefault(attribute, local)
-    is_cut = layout.order is not None or isinstance(param, FlatParameter)
+    is_cut = layout.order is not None or is_flat(param)
     if is_cut or any(each is local for each in inner.values()):
         raise cut_differently(f"'{name}', a {outline[_KIND]}", checkpoint)
     context = layout.inner_context(outline["context"], local.shape)
@@ -490,7 +492,7 @@ def load_optimizer(
 
 
 def _is_wrapped(model: nn.Module) -> bool:
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    return any(unit.is_wrapper for unit in units_in(model))
 
 
 def _clean(name: str) -> str:

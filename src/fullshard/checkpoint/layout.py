@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from fullshard.group.parameter import ShardedParameter, local_tensor
 from fullshard.ragged import RaggedShard, is_ragged
 from fullshard.torch_private import DTensorSpec, box_of, is_traceable_subclass, spec_of
-from fullshard.wrapper.flat import Fragment
 
 
 class Copies(NamedTuple):
@@ -135,8 +134,8 @@ def layout_of(value: torch.Tensor | ShardedParameter) -> Layout:
         spec = spec_of(value) if isinstance(value, DTensor) else None
     shape = tuple(local.shape if spec is None else spec.shape)
     if spec is not None and 0 not in shape:  # a tensor without elements is the same everywhere
-        if isinstance(value, Fragment):
-            return _layout_of_fragment(value)
+        if isinstance(value, ShardedParameter) and value.run is not None:
+            return _layout_of_run(value, *value.run)
         return _layout_on(spec.mesh, spec.placements, shape, tuple(local.shape))
     rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return Layout(shape, (((0,) * len(shape), shape),), Copies("all", rank, count, count))
@@ -175,7 +174,8 @@ def _layout_on(
     return Layout(shape, boxes, copies, is_ragged=is_ragged(placements))
 
 
-def _layout_of_fragment(param: Fragment) -> Layout:
+def _layout_of_run(param: ShardedParameter, start: int, stop: int) -> Layout:
+    """The layout of a parameter of which this rank has the elements from ``start`` to ``stop``."""
     data, before = param.data, param.unsharded_spec
     base = Layout(tuple(param.shape), (((0,) * len(param.shape), tuple(param.shape)),), ONLY_HERE)
     if before is not None:  # tensor parallel cut the parameter before
@@ -190,12 +190,12 @@ def _layout_of_fragment(param: Fragment) -> Layout:
     )
     if data.shard_size == 1:
         return Layout(base.shape, base.boxes, copies)
-    start = base.boxes[0][0] if base.boxes else ()
+    first = base.boxes[0][0] if base.boxes else ()
     boxes = []
-    for offsets, sizes in _boxes_of_run([param.shape[dim] for dim in param.order], *param.run):
+    for offsets, sizes in _boxes_of_run([param.shape[dim] for dim in param.order], start, stop):
         placed = [0] * len(offsets), [0] * len(offsets)
         for dim, offset, size in zip(param.order, offsets, sizes, strict=True):
-            placed[0][dim], placed[1][dim] = start[dim] + offset, size
+            placed[0][dim], placed[1][dim] = first[dim] + offset, size
         boxes.append((tuple(placed[0]), tuple(placed[1])))
     return Layout(base.shape, tuple(boxes), copies, param.order)
 

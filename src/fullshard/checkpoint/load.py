@@ -31,8 +31,8 @@ from fullshard.checkpoint.selection import Item, Selection, tell
 from fullshard.checkpoint.storage import located
 from fullshard.disk.file import bytes_of
 from fullshard.diverging import replica_of
+from fullshard.original_parameters import is_flat
 from fullshard.policies import local_path, warn
-from fullshard.wrapper.flat import FlatParameter
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -228,7 +228,7 @@ class Loading:
         if optimizer is not None:
             for param, originals in self.params.shown.items():
                 names = [self.params.known[each].names[0] for each in originals]
-                if isinstance(param, FlatParameter) and len({f"model.{name}" in self.selection for name in names}) > 1:
+                if is_flat(param) and len({f"model.{name}" in self.selection for name in names}) > 1:
                     raise ValueError(
                         f"only={self.selection.only} selects a part of {few(names)}, which are one flat parameter with "
                         f"one optimizer state: load without the optimizer, or wrap with use_orig_params=True"

@@ -68,7 +68,10 @@ class ShardedParameter:
         local: what ``sharded`` holds: a view of the group's shard.
         unsharded: the leaf that autograd sees, a view of the group's full buffer; made at the first gather.
         hidden: what modules show of it between uses, if ``sharded`` stands for other parameters too.
+        run: the first and the past-the-last of its elements that this rank has, if it is cut wherever a shard ends.
     """
+
+    run: tuple[int, int] | None = None
 
     def __init__(
         self, param: nn.Parameter, locations: list[Location], data: DataMesh, placement: Shard | Ragged | None

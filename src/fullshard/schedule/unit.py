@@ -48,7 +48,6 @@ from fullshard.torch_private import (
 from fullshard.tree import Replacements
 from fullshard.updates import refuse_updated
 
-#: Arguments of a forward.
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -73,6 +72,7 @@ class Unit:
     units that have parameters tied to ones of these modules. ``needed`` are both, once the unit is part of a tree.
     """
 
+    is_wrapper = False  # whether its one module is not the user's, but around it
     #: The attributes that a deep copy of the modules copies too.
     tree: tuple[str, ...] = ("modules", "groups", "borrowed", "forward_prefetch", "backward_prefetch", "root_hooks")
 

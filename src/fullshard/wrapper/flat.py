@@ -132,7 +132,7 @@ class Fragment(ShardedParameter):
         self.stored_as = self.dtype  # a cut never moves once it was made
         self.layout = "flat", 1 if home is not None else max(1, 16 // (computed_as or self.dtype).itemsize)
         self._attributes = param.__dict__
-        self.run = (0, 0)  # first and past-the-last of its elements that this rank has
+        self.run: tuple[int, int] = (0, 0)
         self._place: tuple[int, tuple[int, ...]] = (0, ())
         self._watched: torch.Tensor | None = None
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.optim import Optimizer
 
+from fullshard.original_parameters import expect, shown_parameters
 from fullshard.policies import warn
-from fullshard.wrapper.optim_state import Key, expect, local_state, shown_parameters, whole_state, with_groups
+from fullshard.wrapper.optim_state import Key, local_state, whole_state, with_groups
 from fullshard.wrapper.settings import FullOptimStateDictConfig, OptimStateDictConfig, OptimStateKeyType, settings_of
 
 StateDict = dict[str, Any]

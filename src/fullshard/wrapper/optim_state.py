@@ -14,8 +14,7 @@ one object to agree on that, and then gather once for each group and each name o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -29,9 +28,10 @@ from fullshard.comm.process_group import broadcast_object, gather_objects
 from fullshard.comm.waits import waiting
 from fullshard.full_params import gather
 from fullshard.group.param_group import ParamGroup
-from fullshard.group.parameter import ShardedParameter, local_tensor, plain_name
+from fullshard.group.parameter import ShardedParameter, local_tensor
 from fullshard.meshes import group_of
 from fullshard.optim.local_step import NUMBERS
+from fullshard.original_parameters import OriginalParameter, expect, shown_parameters
 from fullshard.policies import warn
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import altered_spec, is_sharded_tensor, make_dtensor, pytree, spec_of
@@ -53,64 +53,6 @@ _NOT_ZEROS: dict[type[Optimizer], dict[str, float | None]] = {
     NAdam: {"mu_product": 1.0},
     Rprop: {"step_size": None},
 }
-
-
-@dataclass(eq=False, slots=True)
-class OriginalParameter:
-    """One parameter of the original model."""
-
-    name: str  # fully qualified, below the root, without wrappers
-    group: ParamGroup | None = None  # the group that shards it; ``None`` if it is whole on every rank
-    index: int = 0  # its index in the group
-    param: Any = None  # the group's :class:`ShardedParameter`; for a part of a flat parameter, a :class:`Fragment`
-
-
-@dataclass(eq=False, slots=True)
-class GroupParameters:
-    """The parameters of a group as optimizers have them, their modules, and what checkpoints cache about them."""
-
-    paths: dict[nn.Module, str | None]  # path of each module; ``None`` if it is not below the root
-    shown: dict[nn.Parameter, list[OriginalParameter]]
-    names: list[str]
-    saved: Any = None
-
-
-def shown_parameters(
-    root: nn.Module, found: list[GroupParameters] | None = None
-) -> dict[nn.Parameter, list[OriginalParameter]]:
-    """Every parameter that optimizers of ``root`` may have, with the original parameters in it, in order.
-
-    A flat parameter has several original parameters, any other has one. A tied parameter has the first of its names.
-    Parameters whose modules are not below ``root`` are left out. ``found``, if given, gets the parameters of each
-    group, and at the end those that belong to no group.
-    """
-    paths = {module: f"{plain}." if (plain := plain_name(path)) else "" for path, module in root.named_modules()}
-    groups = dict.fromkeys(group for module in paths if (unit := unit_of(module)) for group in unit.groups)
-    for group in groups:
-        group.notice_changes()  # users may have replaced parameters since the last step
-    shown: dict[nn.Parameter, list[OriginalParameter]] = {}
-    known_names: set[str] = set()  # names of sharded parameters
-    found = [] if found is None else found
-    for group in groups:
-        presentation = group.module_params.as_sharded
-        known: GroupParameters | None = presentation.found
-        if known is None or any(paths.get(module) != path for module, path in known.paths.items()):
-            presentation.found = known = GroupParameters({}, {}, [])
-            for index, param in enumerate(group.params):
-                known.paths |= {at.module: paths.get(at.module) for at in param.locations}
-                names = [paths[at.module] + at.name for at in param.locations if at.module in paths]
-                if names:
-                    known.shown.setdefault(param.sharded, []).append(OriginalParameter(names[0], group, index, param))
-                    known.names += names
-        found.append(known)
-        shown.update(known.shown)
-        known_names.update(known.names)
-    found.append(others := GroupParameters({}, {}, []))
-    for module, path in paths.items():
-        for name, whole in module._parameters.items():
-            if whole is not None and path + name not in known_names and whole not in shown:
-                others.shown[whole] = shown[whole] = [OriginalParameter(path + name)]
-    return shown
 
 
 class _Part(NamedTuple):
@@ -144,13 +86,6 @@ def _is_flat(model: nn.Module) -> bool:
     kinds = {module._use_orig_params for module in model.modules() if isinstance(unit_of(module), WrappedUnit)}
     assert len(kinds) < 2, "the wrappers in one model must all have use_orig_params, or none"
     return kinds == {False}
-
-
-def expect(known: Collection[Any], keys: Iterable[Any], problem: str = "") -> None:
-    """Raise KeyError unless all keys are known."""
-    problem = problem or "the model lacks these parameters of the optimizer"
-    if unknown := [tuple(key.shape) if isinstance(key, torch.Tensor) else key for key in keys if key not in known]:
-        raise KeyError(f"{problem}: {unknown}. The optimizer must be made from the parameters() of the sharded model")
 
 
 def with_groups(

@@ -143,6 +143,11 @@ class StateDictMethods(nn.Module):
             StateDictMethods.set_state_dict_type(module, state_dict_type, *configs)
             yield
 
+    def _state_dict_in_place(self) -> AbstractContextManager[None]:
+        """A context in which state dicts copy no parameter of this wrapper. For reading the other values in them."""
+        local = StateDictType.LOCAL_STATE_DICT
+        return temporarily([self], "_settings", StateDictSettings(local, _InPlace(), CONFIGS[local][1]()))
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Like ``nn.Module.state_dict()``, with the names of the plain model, and of the type that is set.
 
@@ -275,13 +280,7 @@ def temporarily(objects: Sequence[object], name: str, value: object) -> Iterator
 
 
 class _InPlace(kinds.LocalStateDictConfig):
-    """The configuration of :func:`in_place`: local shards, and unsharded parameters without copies."""
-
-
-def in_place(module: nn.Module) -> AbstractContextManager[None]:
-    """A context in which state dicts of ``module`` copy no parameter. For reading the other values in them."""
-    local = StateDictType.LOCAL_STATE_DICT
-    return temporarily(_wrappers(module), "_settings", StateDictSettings(local, _InPlace(), CONFIGS[local][1]()))
+    """A configuration: local shards, and unsharded parameters without copies."""
 
 
 class _Saved(FullParameters):

@@ -30,6 +30,7 @@ class WrappedUnit(Unit):
     """One wrapped module. A buffer is identified by its module and its name there."""
 
     tree = (*Unit.tree, "buffers", "buffer_dtypes")
+    is_wrapper = True
 
     def __init__(self, wrapper: nn.Module, device: torch.device, precision: MixedPrecision, auto_reshard: bool) -> None:
         dtypes = precision.param_dtype, precision.reduce_dtype, None

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fullshard
+from fullshard.original_parameters import shown_parameters
 from fullshard.wrapper.flat import FlatParameter
-from fullshard.wrapper.optim_state import shown_parameters
 from tests.checkpoint.cases import both_ways, wrapped
 from tests.harness import World, fake_world, ranks
 from tests.harness.compare import each_block
