@@ -751,9 +751,9 @@ MUTATIONS = (
         "tests/optim/test_local_steps.py::test_replicas_that_differ_are_not_saved",
     ),
     Mutation(
-        "optim/steps.py",
-        "    refuse_uncounted(optimizer, groups)\n",
-        "",
+        "diverging.py",
+        "        checks.append(refuse_uncounted)\n",
+        "        pass\n",
         "tests/optim/test_local_steps.py::test_steps_that_nobody_counts_are_refused",
     ),
     Mutation(

@@ -34,6 +34,11 @@ def test_a_rank_that_ends_before_its_first_forward_is_named() -> None:
     check([replace(ONE, fault="early", step=0)])
 
 
+@pytest.mark.slow
+def test_a_rank_that_ends_between_local_steps_is_named() -> None:
+    check([replace(ONE, fault="between", transport="p2p", front_end="local")])
+
+
 def test_a_rank_that_comes_after_another_was_killed_is_told_by_what_it_sends() -> None:
     """It never waits: its first call of the backend fails."""
     killed = replace(ONE, fault="between", transport="p2p")
