@@ -210,21 +210,21 @@ MUTATIONS = (
         "tests/parity/test_stages.py::test_what_autograd_saved_of_a_replica_is_not_read_after_a_write",
     ),
     Mutation(
-        "group/replica.py",
+        "group/source.py",
         "self._values[1] == values[1] and (",
         "(",
         "tests/group/test_replica.py::test_writes_between_micro_batches_are_seen",
     ),
     Mutation(
-        "group/replica.py",
+        "group/source.py",
         "(self.accumulates or self._values[0] == values[0])",
         "self._values[0] == values[0]",
         "tests/group/test_replica.py::test_a_step_gathers_over_replicas_once_for_all_micro_batches",
     ),
     Mutation(
-        "group/full_buffer.py",
-        "self._give_staging_back()\n            self._stage()",
-        "self._stage()",
+        "group/source.py",
+        "        self._own.release()\n        self._own.start(values)",
+        "        self._own.start(values)",
         "tests/group/test_replica.py::test_a_group_that_was_gathered_ahead_and_not_used_is_gathered_again",
     ),
     Mutation(
@@ -235,8 +235,8 @@ MUTATIONS = (
     ),
     Mutation(
         "group/reduction.py",
-        "(index, local.clone()) for",
-        "(index, local) for",
+        "(i, each.clone() if hop.lends_memory else each)",
+        "(i, each)",
         "tests/parity/test_stages.py::test_micro_batches",
     ),
     Mutation(
@@ -246,9 +246,9 @@ MUTATIONS = (
         "tests/parity/test_stages.py::test_every_rank_has_a_part_of_the_parameters_and_the_state",
     ),
     Mutation(
-        "group/full_buffer.py",
-        "parts = parts if shard.replica is None else shard.replica.views",
-        "parts = shard.views",
+        "group/source.py",
+        "self.views = shard_views(self._buffer.memory, group.sections",
+        "self._views = shard_views(self._buffer.memory, group.sections",
         "tests/parity/test_stages.py::test_mixed_precision",
     ),
     Mutation(
@@ -508,14 +508,14 @@ MUTATIONS = (
     ),
     Mutation(
         "group/full_buffer.py",
-        "(ready, filled, step.written)",
-        "(filled, step.written)",
+        "(ready, source.filled, step.written)",
+        "(source.filled, step.written)",
         "tests/simulated/test_training.py::test_every_way_to_train",
     ),
     Mutation(
         "group/full_buffer.py",
-        "(ready, filled, step.written)",
-        "(ready, filled)",
+        "(ready, source.filled, step.written)",
+        "(ready, source.filled)",
         "tests/simulated/test_training.py::test_every_way_to_train",
     ),
     Mutation(
@@ -526,7 +526,7 @@ MUTATIONS = (
     ),
     Mutation(
         "group/full_buffer.py",
-        "        super()._cancel()\n        self._give_staging_back()",
+        "        super()._cancel()\n        self.source.release()",
         "        super()._cancel()",
         "tests/fully_shard/test_errors_in_communication.py::"
         "test_training_goes_on_after_an_error_at_any_point_of_communication",
@@ -606,7 +606,7 @@ MUTATIONS = (
     ),
     Mutation(
         "group/reduction.py",
-        "group.comm.reductions.add_sum(HoldingMark(mark, outputs))",
+        "group.comm.reductions.add_sum(HoldingMark(mark, values, hop.release))",
         "group.comm.reductions.add_sum(mark)",
         "tests/simulated/test_training.py::test_every_way_to_train",
     ),

@@ -52,6 +52,7 @@ LAYERS = (
         "finite",
         "first_values",
         "diverging",
+        "handles",
         "original_parameters",
         "skip_module",
         "fully_shard",

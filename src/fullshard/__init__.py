@@ -26,6 +26,7 @@ from fullshard.disk.file import DiskError
 from fullshard.finite import NanDetector, NanError, detect_nan
 from fullshard.full_params import summon_full_params
 from fullshard.fully_shard import fully_shard, fully_shard_blocks
+from fullshard.handles import GradientReductionHandle, UnshardHandle
 from fullshard.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fullshard.offload_policy import CPUOffloadPolicy, DiskOffloadPolicy, OffloadPolicy
 from fullshard.policies import (
@@ -37,7 +38,6 @@ from fullshard.policies import (
     ReduceScatter,
     ShardPlacementResult,
 )
-from fullshard.schedule.handles import GradientReductionHandle, UnshardHandle
 from fullshard.skip_module import skip_module
 from fullshard.watch import watch as _watch  # noqa: F401
 from fullshard.wire_policy import WirePolicy

@@ -21,10 +21,10 @@ from fullshard.comm.backend_memory import process_group_memory, symmetric_memory
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.device import mark_now
 from fullshard.group.param_group import ParamGroup
+from fullshard.handles import GradientReductionHandle, UnshardHandle
 from fullshard.meshes import new_group
 from fullshard.policies import AllGather, ReduceScatter, expect, warn
 from fullshard.schedule.checks import buffers_on_meta
-from fullshard.schedule.handles import GradientReductionHandle, UnshardHandle
 from fullshard.schedule.step_log import Observer
 from fullshard.schedule.unit import Unit, groups_in, root_schedule, sharded_unit, tree_schedule, units_in
 from fullshard.torch_private import allocating_backend

@@ -137,8 +137,8 @@ CASES = [
 POINTS: dict[str, tuple[str, When]] = {
     "a slot is made": ("fullshard.buffer.slots:SlotPool.make", "before"),
     "a slot is taken": ("fullshard.buffer.slots:SlotBuffer.take", "before"),
-    "the shard is staged": ("fullshard.group.shard:foreach_copy", "before"),
-    "the shard was staged": ("fullshard.group.shard:ShardBuffer.stage", "after"),
+    "the shard is staged": ("fullshard.group.source:StagedSource.start", "before"),
+    "the shard was staged": ("fullshard.group.source:StagedSource.start", "after"),
     "a route is made": ("fullshard.comm.transport:Transport.gather_route", "before"),
     "staging is leased": ("fullshard.buffer.slots:Staging.lease", "before"),
     "collectives are bound": ("fullshard.comm.collective:_CollectiveRoute._bind", "before"),

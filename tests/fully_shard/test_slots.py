@@ -60,7 +60,7 @@ class Allocations:
 
 
 def _pools_of(group: Any) -> list[SlotPool]:
-    return [group.parameter_pool, group.gradient_pool, group.staging_pool]
+    return [group.parameter_pool, group.gradient_pool, group.comm.pool("staging", group.transport.private)]
 
 
 @EXCHANGED

@@ -19,9 +19,9 @@ from fullshard.group import reduction as reduction_module
 from fullshard.group.full_buffer import GatheredBuffer, State
 from fullshard.group.gradients import Gradients
 from fullshard.group.param_group import ParamGroup
-from fullshard.group.reduction import PendingReduction
-from fullshard.group.replica import ReplicaShard
+from fullshard.group.reduction import Hop
 from fullshard.group.shard import SharedChunks
+from fullshard.group.source import ReplicaShard
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -67,7 +67,7 @@ def _dropped_gradient(patch: pytest.MonkeyPatch) -> None:
 
 def _forgotten_replicas(patch: pytest.MonkeyPatch) -> None:
     """Gradients are not summed over replicas."""
-    patch.setattr(PendingReduction, "start_all_reduce", lambda self: Done())
+    patch.setattr(Hop, "start", lambda self, values: (values, Done()))
 
 
 def _early_reshard(patch: pytest.MonkeyPatch) -> None:

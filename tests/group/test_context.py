@@ -72,7 +72,7 @@ def test_what_is_offloaded_is_what_the_policy_says() -> None:
 def test_buffers_of_a_kind_share_a_pool_and_others_do_not() -> None:
     with fake_world(2):
         group = context_of(nn.Linear(4, 4))
-        pools = [group.parameter_pool, group.gradient_pool, group.staging_pool]
+        pools = [group.parameter_pool, group.gradient_pool, group.comm.pool("staging", group.transport.private)]
         assert len(set(map(id, pools))) == 3
         assert group.parameter_pool is pools[0]
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fullshard
-from fullshard.group.replica import ReplicaGradients, ReplicaShard
+from fullshard.group.reduction import ScatterHop
+from fullshard.group.source import ReplicaShard
 from tests.harness import World, ranks
 from tests.harness.compare import Precision, each_block, whole
 from tests.harness.models import MLP, Branches, seeded
@@ -42,13 +43,13 @@ def test_a_hook_sees_the_part_of_each_rank(world: World) -> None:
 @ranks(2)
 def test_a_step_gathers_over_replicas_once_for_all_micro_batches(world: World, monkeypatch: Any) -> None:
     gathers: list[object] = []
-    start = ReplicaShard.start
+    gather = ReplicaShard._gather
 
     def counted(self: Any, *values: Any) -> None:
         gathers.append(self)
-        start(self, *values)
+        gather(self, *values)
 
-    monkeypatch.setattr(ReplicaShard, "start", counted)
+    monkeypatch.setattr(ReplicaShard, "_gather", counted)
     model = sharded(world)
     optimizer, groups = torch.optim.SGD(model.parameters(), lr=0.1), len(model.blocks) + 1
     for _ in range(2):
@@ -123,9 +124,9 @@ def test_an_error_in_a_step_leaves_the_model_able_to_train(world: World) -> None
 
 @ranks(2)
 def test_gradients_of_replicas_return_their_memory(world: World, monkeypatch: Any) -> None:
-    made: list[ReplicaGradients] = []
-    finish = ReplicaGradients.__post_init__
-    monkeypatch.setattr(ReplicaGradients, "__post_init__", lambda self: (made.append(self), finish(self)))
+    made: list[ScatterHop] = []
+    finish = ScatterHop.__init__
+    monkeypatch.setattr(ScatterHop, "__init__", lambda self, *args: (made.append(self), finish(self, *args))[1])
     model = sharded(world)
     for _ in range(2):
         model(torch.ones(2, 6)).sum().backward()

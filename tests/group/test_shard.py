@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import fullshard
-from fullshard import MixedPrecisionPolicy
 from fullshard.group.shard import ShardBuffer, give_own_storage
 from tests.fully_shard.cases import groups_of, shard_mlp
 from tests.harness import World, fake_world, ranks
@@ -35,20 +34,6 @@ def test_what_is_on_meta_takes_no_memory() -> None:
         assert all(chunk.is_meta for chunk in group.shard.chunks.values())
         with pytest.raises(RuntimeError, match=r"still on the meta device: \['weight', 'bias'\]"):
             group.shard.refuse_meta()
-
-
-def test_a_copy_is_needed_where_the_computation_has_another_dtype() -> None:
-    for dtype in (None, torch.float32, torch.bfloat16):
-        with fake_world(2):
-            policy = MixedPrecisionPolicy(param_dtype=dtype)
-            (group,) = groups_of(fullshard.fully_shard(nn.Linear(4, 4), mp_policy=policy))
-            assert group.shard.needs_staging is (dtype is torch.bfloat16)
-            if group.shard.needs_staging:
-                staging = group.shard.make_staging()
-                group.shard.stage(staging)
-                (view,) = group.shard.staged_views
-                assert torch.equal(view, group.shard.views[0].to(dtype))
-                staging.give_back()
 
 
 def test_a_view_gets_a_storage_of_its_own_over_the_same_memory() -> None:

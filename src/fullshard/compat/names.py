@@ -1,8 +1,7 @@
 """Attributes that frameworks and torch read on a sharded model, in addition to the public ones. Each says who reads it.
 
 They are attributes of torch's FSDP, mostly private ones. Owns their values; the engine does not use them. Importing
-this file puts them on the classes of the front ends, on the wrapper once a program imports it. Sharding puts them on
-modules and parameters.
+this file puts them on the modules that ``fully_shard`` makes, and sharding on wrappers, modules and parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from fullshard.members import managed_modules
 from fullshard.module import FSDPModule
 from fullshard.schedule.hooks import when_sharded
 from fullshard.schedule.unit import Unit, unit_of
-from fullshard_at_start import AfterImport
 
 #: The unit of a sharded module. (Other modules do not have these attributes.)
 _unit: Callable[[nn.Module], Unit] = unit_of  # type: ignore[assignment]
@@ -87,13 +85,6 @@ _ON_WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "_state_dict_type": lambda each: each.get_state_dict_type(each).state_dict_type,  # programs that save as it is set
 }
 
-
-def _name_wrappers(module: Any) -> None:
-    for name, read in _ON_WRAPPERS.items():
-        setattr(module.FullyShardedDataParallel, name, property(read))
-
-
-AfterImport({"fullshard.wrapper.fsdp": _name_wrappers}).install()
 FSDPModule._set_unshard_async_op = _set_unshard_async_op  # type: ignore[attr-defined]
 FSDPModule._get_fsdp_state = _refuse_tracker  # type: ignore[attr-defined]  # FSDPMemTracker
 
@@ -103,6 +94,10 @@ def _mark(unit: Unit) -> None:
     """Mark what was sharded. ``_is_fsdp_managed_module`` tells transformers to generate in step with the other ranks,
     and Dynamo not to guard parameters; Dynamo wants ``_fsdp_use_orig_params`` beside it. ``_fsdp_flattened`` on the
     parameters of a wrapper tells Lightning that the optimizer was made after wrapping."""
+    if unit.is_wrapper:
+        wrapper = next(each for each in type(unit.modules[0]).__mro__ if each.__name__ == "FullyShardedDataParallel")
+        for name, read in _ON_WRAPPERS.items():
+            setattr(wrapper, name, property(read))
     for module in managed_modules(unit.modules):
         module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # type: ignore[assignment]
     if any(group.is_flat for group in unit.groups):

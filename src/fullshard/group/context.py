@@ -168,11 +168,6 @@ class GroupContext:
         factor = self.options.divide_factor
         return float(self.data.shard_size * self.data.replicate_size) if factor is None else factor
 
-    @property
-    def starts_early(self) -> bool:
-        """Whether a gather has something to do before it."""
-        return self.data.shards_replicas or self.offloaded.reads_parameters
-
     def moves_state(self, index: int) -> bool:
         """Whether the optimizer's state of a parameter, and not the parameter, is on the CPU between steps."""
         offloaded = self.offloaded
@@ -208,7 +203,3 @@ class GroupContext:
     @property
     def gradient_pool(self) -> SlotPool:
         return self.comm.pool("gradients", self.reduce_transport)
-
-    @property
-    def staging_pool(self) -> SlotPool:
-        return self.comm.pool("staging", self.transport.private)

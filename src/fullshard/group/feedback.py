@@ -20,12 +20,11 @@ import torch
 from fullshard.buffer.messages import vectors, zero_copy_in
 from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import Section
-from fullshard.comm.all_reduce import sum_route
 from fullshard.comm.transport import PLAIN_SUM, Feedback, Reduction, Transfer, Wire
 from fullshard.group.context import GroupContext
 from fullshard.group.gradient_views import WholeViews
 from fullshard.group.parameter import local_tensor
-from fullshard.group.reduction import Part, ReductionPlan
+from fullshard.group.reduction import Part, ReductionPlan, ScatterHop
 
 _DTYPE = torch.bfloat16
 
@@ -154,15 +153,14 @@ class GradientFeedback:
         transfers = [Transfer(part.plan, *each) for part, *each in zip(parts, lost, sums, strict=False)]
         route = group.reduce_transport.reduce_route(transfers, group.reduce_process_group, group.tag)
         route.start(sums, Reduction(group.divisor, group.options.sum_only), *lost[len(parts) :]).finish()
-        if plan.replica is not None:
-            parts, wholes = plan.replica_parts, sums
+        if isinstance(plan.hop, ScatterHop):
+            parts, wholes = plan.hop.parts, sums
             sums = _shards(parts, torch.float32)
             transfers = [Transfer(part.plan, *each) for part, *each in zip(parts, wholes, sums, strict=True)]
             route = group.reduce_transport.private.reduce_route(transfers, data.replicate_group, group.tag)
             route.start(sums, PLAIN_SUM).finish()
-        elif data.replicate_group is not None:
-            over_replicas = sum_route(group.reduce_transport.private, [], data.replicate_group, group.tag, group.device)
-            over_replicas.start((), PLAIN_SUM, *sums).finish()
+        elif plan.hop is not None:
+            plan.hop.start(sums)[1].finish()
         return _chunks(parts, sums)
 
 

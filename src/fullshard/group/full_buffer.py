@@ -10,7 +10,7 @@ to gather, and what the modules show.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -18,21 +18,19 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import Replicate, Shard
 
 from fullshard import torch_private as private
-from fullshard.buffer.sections import full_bytes, full_views, shard_bytes, shard_views
+from fullshard.buffer.sections import full_bytes, full_views
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.buffer.slots import OwnBuffer, SlotBuffer
-from fullshard.comm.transport import Route, Transfer
-from fullshard.device import PASSED, Pending, mark_now
+from fullshard.device import PASSED, Pending
 from fullshard.group.context import GroupContext
 from fullshard.group.extension import ExtensionGather
 from fullshard.group.mesh import DataMesh
 from fullshard.group.owners import register
-from fullshard.group.parameter import chunk_views, whole_views
-from fullshard.group.replica import ReplicaShard
+from fullshard.group.parameter import whole_views
 from fullshard.group.shard import ShardBuffer, SharedChunks
+from fullshard.group.source import PostForwardShard, Source, Values, source_of
 
 #: The version of leaves whose memory another group may have. Autograd refuses to read what it saved of them.
 RELEASED = 1 << 31
@@ -66,43 +64,12 @@ LEGAL = {
 }
 
 
-class PostForwardShard:
-    """The parts of the gathered values of ``group`` that the ranks of a smaller mesh keep."""
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def __init__(self, group: GroupContext, mesh: DataMesh, full_views: tuple[torch.Tensor, ...]) -> None:
-        sections = [section.over(mesh.shard_size) for section in group.sections]
-        nbytes = shard_bytes(sections, group.compute_dtypes)
-        views = shard_views(group.transport.private.allocate(nbytes, group.device), sections, group.compute_dtypes)
-        transfers = []
-        #: What the modules show of it, by index. With tensor parallel there is no DTensor on the small mesh.
-        self.shown: dict[int, nn.Parameter] = {}
-        for section, full, part in zip(sections, full_views, views, strict=True):
-            transfers.append(Transfer(section.plan, full, part))
-            pieces = section.plan.pieces(mesh.shard_rank)
-            if pieces:
-                private.foreach_copy(
-                    [piece.of_shard(part) for piece in pieces], [piece.of_full(full) for piece in pieces]
-                )
-            for index, local in chunk_views(group.params, section.members, section.plan, part, mesh.shard_rank):
-                param = group.params[index]
-                if param.unsharded_spec is None:
-                    placements = Replicate(), Replicate() if param.dim is None else Shard(param.dim)
-                    spec = private.altered_spec(param.spec, mesh.mesh, placements, local.dtype)
-                    shown = private.make_dtensor(local, spec)
-                    self.shown[index] = nn.Parameter(shown, requires_grad=param.sharded.requires_grad)
-        assert mesh.shard_group is not None
-        self.route = group.transport.private.gather_route(transfers, mesh.shard_group, group.tag)
-        #: The gather from this shard waits for these copies. The slot that it takes is usually given back later.
-        self.filled = mark_now(group.device)
-
-
 class FullBuffer:
-    """The base of both kinds: the states, the leaves, and their versions.
+    """The base of all kinds: the states, the leaves, and their versions.
 
     Attributes:
         state: where the values are.
+        source: what is gathered, if anything is.
     """
 
     buffer: SlotBuffer | SharedBuffer | OwnBuffer
@@ -111,6 +78,7 @@ class FullBuffer:
         self._group = group
         self._shard = shard
         self.state = State.SHARDED
+        self.source = Source(group, shard)
         self._complete = PASSED.wait  # completes the gather, once, while it is GATHERING
         self._extensions = ExtensionGather(group) if any(param.extends for param in group.params) else None
         self._views: tuple[torch.Tensor, ...] = ()
@@ -260,7 +228,7 @@ class FullBuffer:
         """Keep the values on a smaller mesh, if possible. Returns what stands for parameters there, by index."""
         if self._extensions is not None:
             return None
-        small = PostForwardShard(self._group, mesh, self.views)
+        small = PostForwardShard(self._group, self._shard, mesh, self.views)
         register(self._group, small.shown.items())
         self.reshard()
         self._post_forward, self._values, self.state = small, None, State.SHARDED_POST_FORWARD
@@ -274,21 +242,18 @@ class FullBuffer:
         """Take memory from the group's present pool, if it comes from a pool."""
 
     def start_early(self) -> None:
-        """Start what the next gather waits for first: to gather the shard of the replica, if replicas shard it again,
-        or to read what is on a disk. The gather completes it."""
+        """Start what the next gather waits for first. The gather completes it."""
 
 
 class GatheredBuffer(FullBuffer):
-    """A full buffer in a slot, which is gathered."""
+    """A full buffer in a slot, which is gathered from a source."""
 
     buffer: SlotBuffer
 
     def __init__(self, group: GroupContext, shard: ShardBuffer) -> None:
         super().__init__(group, shard)
         self.buffer = SlotBuffer(group.parameter_pool, full_bytes(group.sections, group.compute_dtypes))
-        self._route: Route | None = None
-        self._staging: SlotBuffer | None = None
-        self._staged: object = None  # what was staged ahead: the forward, and the writes that it has
+        self.source = source_of(group, shard)
 
     def is_current(self) -> bool:
         return self._values is None or self._values[1] == self.count_writes()
@@ -296,7 +261,7 @@ class GatheredBuffer(FullBuffer):
     def gather(self) -> None:
         if State.GATHERING not in LEGAL[self.state]:
             self.change_state(State.GATHERING)  # which refuses it
-        step, shard, group = self._group.step, self._shard, self._group
+        step, group = self._group.step, self._group
         values, self.state = (step.forwards, self.count_writes()), State.GATHERING
         try:
             # Between two uses in one forward nothing is reused: writes through ``.data`` leave no trace and must not
@@ -307,17 +272,16 @@ class GatheredBuffer(FullBuffer):
                 step.log("reuse", group)
                 return
             self._values = values
-            then = self._give_staging_back if shard.needs_staging else None
-            start: Callable[[], Any] = self._start_group
-            if self._extensions is not None:
-                start = partial(self._extensions.start, start)
-            elif self._route is not None and self._post_forward is None and then is None and shard.replica is None:
-                start = self._route.start
-            lane = group.comm.lanes.gather
+            source = self._post_forward or self.source
+            if source.ready is not None and self._extensions is None:
+                start: Callable[[], Any] = source.ready.start
+            else:
+                start = partial(self._start_from, source, values)
+                start = start if self._extensions is None else partial(self._extensions.start, start)
+            lane, then = group.comm.lanes.gather, source.release if source.is_staged else None
             is_direct = lane.is_host and then is None and "run" not in lane.__dict__  # where observers override it
             if not is_direct:
-                filled = self._post_forward.filled if self._post_forward is not None else PASSED
-                start = partial(lane.run, start, then, (ready, filled, step.written))
+                start = partial(lane.run, start, then, (ready, source.filled, step.written))
             logged = step.log("gather", group)
             if logged is None:
                 started = start()
@@ -329,72 +293,25 @@ class GatheredBuffer(FullBuffer):
             self._cancel()
             raise
 
-    def _start_group(self) -> Pending:
+    def _start_from(self, source: Source, values: Values) -> Pending:
         """Start to gather the parameters that have no gather of their own."""
-        if self._post_forward is not None:
-            return self._post_forward.route.start()
-        group, shard = self._group, self._shard
-        if shard.replica is not None:
-            self.start_early()
-            shard.replica.finish()
-        elif shard.on_disk:
-            self._read_ahead(self._values)
-            self._staged = None
-            shard.finish_reading()
-        elif shard.needs_staging:
-            self._stage()
-        if self._route is None:
-            parts = shard.staged_views if shard.needs_staging else shard.views
-            parts = parts if shard.replica is None else shard.replica.views
-            transfers = list(map(Transfer, [section.plan for section in group.sections], self.views, parts))
-            over, wire = group.data.shard_group, group.wire("gather")
-            self._route = group.transport.private.gather_route(transfers, over, group.tag, wire)
-        return self._route.start()
-
-    def _stage(self) -> None:
-        self._staging = self._staging or self._shard.make_staging()
-        self._shard.stage(self._staging)
+        source.start(values)
+        source.finish()
+        return source.route(self.views).start()
 
     def start_early(self) -> None:
-        values, shard = (self._group.step.forwards, self.count_writes()), self._shard
-        if shard.on_disk:
-            is_there = self.buffer.slot is not None and self._values == values  # a backward uses it again
-            if self.state is State.SHARDED and not is_there:  # a gather under way still reads its staging
-                self._read_ahead(values)
-            return
-        if shard.replica is None or shard.replica.has(values):
-            return
-        if shard.needs_staging:
-            shard.replica.finish()  # a gather for a group that was then not used
-            self._give_staging_back()
-            self._stage()
-        shard.replica.start(shard.staged_views if shard.needs_staging else shard.views, values)
-
-    def _read_ahead(self, values: object) -> None:
-        """Start to read the shard from a disk, unless these ``values`` were read ahead."""
-        if self._staged == values:
-            return
-        self._give_staging_back()
-        self._stage()
-        self._staged = values
-
-    def _give_staging_back(self) -> None:
-        if self._staged is not None:  # read ahead, and not used
-            self._staged = None
-            with suppress(OSError):  # whoever needs the values reads them again
-                self._shard.finish_reading()
-        if self._staging is not None:
-            self._staging.give_back(PASSED)  # nobody takes it outside of this lane
+        values = self._group.step.forwards, self.count_writes()
+        is_there = self.buffer.slot is not None and self._values == values  # a backward uses it again
+        # A gather under way still reads its staging.
+        self.source.start_ahead(values, is_needed=self.state is State.SHARDED and not is_there)
 
     def _cancel(self) -> None:
         super()._cancel()
-        self._give_staging_back()
+        self.source.release()
 
     def use_pool(self) -> None:
         self.buffer.change_pool(self._group.parameter_pool)
-        self._staging, self._shard.staged_views, self._route = None, (), None
-        if self._shard.replica is not None:
-            self._shard.replica = ReplicaShard(self._group)
+        self.source = source_of(self._group, self._shard)
 
 
 class WholeBuffer(FullBuffer):

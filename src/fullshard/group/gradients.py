@@ -28,8 +28,7 @@ from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.gradient_views import MessageViews, WholeViews
 from fullshard.group.module_parameters import ModuleParameters
 from fullshard.group.parameter import IndexedTensor, ShardedParameter
-from fullshard.group.reduction import Part, PendingReduction, ReductionPlan, make_part
-from fullshard.group.replica import ReplicaGradients
+from fullshard.group.reduction import Hop, Part, PendingReduction, ReductionPlan, ScatterHop, make_part
 from fullshard.group.strategy import Placement
 from fullshard.torch_private import foreach_add
 from fullshard.waiting_grad import ShownGrads
@@ -430,14 +429,15 @@ class Gradients:
             beside = zero_copy_in(part.plan for part in parts if part.plan.is_messages)
             zero_copy = [parts[each.section].indices[each.param] for each in beside]
         wire = None if sums else self.feedback.wire(parts, zero_copy, own)
-        made = self._plans[wanted, is_final, sums] = ReductionPlan(parts, is_final, sums, packed, zero_copy, wire)
+        hop: Hop | None = None
         if own:
-            plans, dtypes = [part.plan for part in parts], [part.full.dtype for part in parts]
-            indices, losses = [part.indices for part in own], self.feedback.between_replicas
-            made.replica = ReplicaGradients(group, plans, [part.plan for part in own], dtypes, indices, losses)
-            made.replica_parts = own
-        if group.wire("reduce") is not None or group.wire("reduce", outer=True) is not None:
-            made.on_delivery = self.feedback.note_delivery
+            hop = ScatterHop(group, own, parts, self.feedback.between_replicas)
+        elif not is_final:
+            hop = Hop(group, parts)
+        encodes = group.wire("reduce") is not None or group.wire("reduce", outer=True) is not None
+        on_delivery = self.feedback.note_delivery if encodes else None
+        made = ReductionPlan(parts, sums, packed, zero_copy, wire, hop, on_delivery)
+        self._plans[wanted, is_final, sums] = made
         return made
 
     def _gradients_in(
@@ -454,8 +454,8 @@ class Gradients:
         self._partial.clear()
         self.hide()
         for plan in self._plans.values():
-            if plan.replica is not None:
-                plan.replica.buffer.give_back()
+            if plan.hop is not None:
+                plan.hop.release()
         self._views.zero_copy.clear()
         self.feedback.scale(0.0)  # it may be of gradients that are dropped
         self._writes = False

@@ -160,8 +160,7 @@ class ParamGroup(GroupContext):
     def reshard_after_backward(self) -> None:
         """Bring the parameters to the placement that they have after a backward."""
         strategy = self.options.strategy
-        if self.shard.replica is not None:
-            self.shard.replica.accumulates = not (strategy.reduces and strategy.all_reduces)
+        self.full.source.accumulates = not (strategy.reduces and strategy.all_reduces)
         if strategy.reshards:
             self.reshard()
         elif strategy.after_backward is Placement.SHARDED:  # the next micro-batch uses the values
@@ -292,7 +291,6 @@ class ParamGroup(GroupContext):
         """Return to SHARDED from any state after an error; gradients under way are lost."""
         with suppress(Exception):  # an error ended the step: what was under way is lost anyway
             self.reshard()
-        if self.shard.replica is not None:
-            with suppress(Exception):
-                self.shard.replica.finish()
+        with suppress(Exception):
+            self.full.source.finish()
         self.gradients.discard()

@@ -1,7 +1,7 @@
 """One reduction of the gradients of a group, from its plan to ``param.grad``.
 
-Owns the route of the gradients that take part, made once for each set of them, and the steps after the reduce-scatter:
-the sum over replicas, the dtype and device of ``param.grad``, and the sharded parameters.
+Owns the routes of the gradients that take part, made once for each set of them, hop after hop: over the ranks that
+shard, then over the replicas. Owns also the dtype and device of ``param.grad``, and the sharded parameters.
 :mod:`fullshard.group.gradients` decides which gradients take part.
 """
 
@@ -15,17 +15,17 @@ from itertools import accumulate
 import torch
 
 from fullshard.buffer.plan import Plan
+from fullshard.buffer.sections import starts, views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.all_reduce import sum_route
-from fullshard.comm.transport import PLAIN_SUM, Reduction, Route, StillRead, Transfer, Wire
+from fullshard.comm.transport import PLAIN_SUM, Feedback, Reduction, Route, StillRead, Transfer, Wire
 from fullshard.comm.waits import waiting
-from fullshard.device import CPU, Done, HoldingMark, Pending, beside, copy_to_host, is_host
+from fullshard.device import CPU, Done, HoldingMark, Mark, Pending, beside, copy_to_host, is_host
 from fullshard.disk.tensor import DiskTensor
 from fullshard.group.comm_context import Reductions
 from fullshard.group.context import GroupContext
 from fullshard.group.module_parameters import ModuleParameters
 from fullshard.group.parameter import IndexedTensor
-from fullshard.group.replica import ReplicaGradients
 from fullshard.torch_private import after_accumulation, foreach_add, run_after_accumulation
 
 
@@ -55,21 +55,103 @@ def make_part(
     return Part(tuple(index for index, _ in gradients), plan, full, allocate, home, chunks, lengths)
 
 
+class Hop:
+    """What follows the reduce-scatter: the sum over replicas that have whole shards, if there are any, in place.
+
+    ``parts`` are what comes of it. A user's function may sum, or change what comes.
+    """
+
+    lends_memory = False  # whether what the reduce-scatter gives lies in memory for the next reduction
+
+    def __init__(self, group: GroupContext, parts: Sequence[Part]) -> None:
+        self.group, self.parts = group, parts
+        self._route: Route | None = None
+
+    def take(self) -> Sequence[torch.Tensor]:
+        """Memory for what the reduce-scatter gives."""
+        return [part.allocate() for part in self.parts]
+
+    def start(self, values: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Pending]:
+        """Start with what the reduce-scatter has given. Returns where the results will be."""
+        group, replicas, function = self.group, self.group.data.replicate_group, self.group.options.all_reduce
+        if replicas is None:
+            return values, Done()
+        if function is not None:
+            with waiting("an all-reduce", replicas, group.tag):
+                for each in values:
+                    function(each)
+            return values, Done()
+        if self._route is None:
+            self._route = sum_route(group.reduce_transport.private, [], replicas, group.tag, group.device)
+        return values, self._route.start((), PLAIN_SUM, *values)
+
+    def release(self, read: Mark | None = None) -> None:
+        """Give the memory back, once ``read`` has passed."""
+
+
+class ScatterHop(Hop):
+    """A reduce-scatter over replicas, each of which has a part of the shard between steps.
+
+    ``shards`` are what the ranks of a replica have reduced. ``losses`` has what encodings have lost of each parameter,
+    where that lay last.
+    """
+
+    lends_memory = True
+
+    def __init__(
+        self, group: GroupContext, parts: Sequence[Part], shards: Sequence[Part], losses: dict[int, torch.Tensor]
+    ) -> None:
+        super().__init__(group, parts)
+        self._losses, self._lost = losses, dict[int, torch.Tensor]()
+        self._numels, self._dtypes = [each.plan.shard_numel for each in shards], [each.full.dtype for each in shards]
+        self._views: tuple[torch.Tensor, ...] = ()
+        pool = group.comm.pool("sums", group.transport.private)
+        self.buffer = SlotBuffer(pool, starts(self._numels, self._dtypes)[-1])
+        pool.ordinary = max(pool.ordinary, self.buffer.nbytes)
+
+    @torch.inference_mode(False)
+    def take(self) -> Sequence[torch.Tensor]:
+        if self.buffer.in_use:  # modules of one group may run at different times
+            self.group.comm.reductions.wait_for_oldest()
+        self.buffer.take().wait()
+        self._views = self._views or views(self.buffer.memory, self._numels, self._dtypes)
+        return self._views
+
+    def start(self, values: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Pending]:
+        group, outputs = self.group, [part.allocate() for part in self.parts]
+        if self._route is None:
+            transfers = map(Transfer, [part.plan for part in self.parts], self._views, outputs)
+            wire = group.wire("reduce", outer=True)
+            if wire is not None and group.options.outer_wire.error_feedback:
+                lost = [torch.zeros_like(view, dtype=torch.bfloat16) for view in self._views]
+                wire = wire._replace(feedback=Feedback(lost))
+                for part, memory in zip(self.parts, lost, strict=True):
+                    for index, start, param in zip(part.indices, part.plan.full_offsets, part.plan.params, strict=True):
+                        self._lost[index] = memory[start : start + param.numel]
+            transport, over = group.reduce_transport.private, group.data.replicate_group
+            self._route = transport.reduce_route([*transfers], over, group.tag, wire)
+        for index, own in self._lost.items():
+            if (before := self._losses.get(index)) is not None and before is not own:
+                own.copy_(before)  # another set of parameters was reduced last
+            self._losses[index] = own
+        return outputs, self._route.start(outputs, PLAIN_SUM)
+
+    def release(self, read: Mark | None = None) -> None:
+        self.buffer.give_back(read)
+
+
 @dataclass(eq=False)
 class ReductionPlan:
     """The parameters that take part in a reduction, by section, and how their gradients travel."""
 
     parts: Sequence[Part]
-    is_final: bool  # whether the reduce-scatter gives the final values, so that they may be written in their own dtype
     sums: bool  # whether the route includes the replicas, each of which has all of the parameters
     packed: Sequence[Part]  # the first of the parts: all but zero-copy gradients in which the replicas add up
     zero_copy: Sequence[int]  # parameters whose gradients are not in the buffer
     wire: Wire | None  # how the reduce-scatter is encoded
-    replica: ReplicaGradients | None = None  # where the parts' values are added up next, if replicas shard them
-    replica_parts: Sequence[Part] = ()  # what comes of it
-    route: Route | None = None  # once a reduction was started
-    over_replicas: Route | None = None  # of what it gives, where replicas have whole shards
+    hop: Hop | None  # what follows; ``None`` if the route gives the final values, in their own dtype
     on_delivery: Callable[[], None] | None = None  # is called when ``param.grad`` has the gradients
+    route: Route | None = None  # once a reduction was started
 
 
 @dataclass(eq=False, slots=True)
@@ -91,8 +173,7 @@ class PendingReduction:
     def start(self) -> Pending:
         group, plan = self._group, self._plan
         self._parts = plan.parts
-        outputs = plan.replica.take() if plan.replica is not None else [part.allocate() for part in plan.packed]
-        self._outputs = outputs
+        outputs = self._outputs = [part.allocate() for part in plan.packed] if plan.hop is None else plan.hop.take()
         if group.is_flat:  # all of the shard is shown, its padding too
             for part, output in zip(plan.parts, outputs, strict=True):
                 output[part.plan.owned_numel(group.data.shard_rank) :].zero_()
@@ -115,53 +196,33 @@ class PendingReduction:
 
     def scattered(self) -> None:
         """Continue after the reduce-scatter: give back the buffer (on devices its mark does), and sum over replicas."""
-        group = self._group
+        group, hop = self._group, self._plan.hop
         if self._buffer.pool.is_host:
             self._buffer.give_back(self._pending if isinstance(self._pending, StillRead) else None)
-        replica = self._plan.replica
-        if self._reductions.drops != self._drops:  # an error has ended the step of these gradients
-            if replica is not None:
-                replica.buffer.give_back()
+        is_dropped = self._reductions.drops != self._drops  # an error has ended the step of these gradients
+        if hop is None:
+            if not is_dropped:
+                self._hand_over() if group.offloads_to_host else self.accumulate()
             return
-        if self._plan.is_final:
-            self._hand_over() if group.offloads_to_host else self.accumulate()
-            return
-        if group.data.replicate_group is not None:
+        if not is_dropped and group.data.replicate_group is not None:
             for index, local in self._locals():
                 if index in self._partial:
                     local.add_(self._partial.pop(index))
             if not group.options.strategy.all_reduces:
-                kept = self._locals()
-                if replica is not None:  # its memory is for the next reduction
-                    kept = [(index, local.clone()) for index, local in kept]
-                    replica.buffer.give_back()
-                self._partial.update(kept)
-                return
-        outputs = self._outputs
-        mark = group.comm.lanes.all_reduce.run(self.start_all_reduce, self._hand_over)
-        if replica is not None:
-            group.comm.reductions.add_sum(HoldingMark(mark, outputs, replica.buffer.give_back))
-        elif is_host(group.device):
+                self._partial.update((i, each.clone() if hop.lends_memory else each) for i, each in self._locals())
+                is_dropped = True
+        if is_dropped:
+            hop.release()
+            return
+        values, mark = self._outputs, group.comm.lanes.all_reduce.run(partial(self._start_hop, hop), self._hand_over)
+        if is_host(group.device) and not hop.lends_memory:
             mark.wait()
         else:
-            group.comm.reductions.add_sum(HoldingMark(mark, outputs))
+            group.comm.reductions.add_sum(HoldingMark(mark, values, hop.release))
 
-    def start_all_reduce(self) -> Pending:
-        group, options, plan = self._group, self._group.options, self._plan
-        if plan.replica is not None:
-            self._outputs, self._parts = [part.allocate() for part in plan.replica_parts], plan.replica_parts
-            return plan.replica.start(self._outputs)
-        replicas = group.data.replicate_group
-        if replicas is None:
-            return Done()
-        if options.all_reduce is not None:
-            with waiting("an all-reduce", replicas, group.tag):
-                for output in self._outputs:
-                    options.all_reduce(output)
-            return Done()
-        if plan.over_replicas is None:
-            plan.over_replicas = sum_route(group.reduce_transport.private, [], replicas, group.tag, group.device)
-        return plan.over_replicas.start((), PLAIN_SUM, *self._outputs)
+    def _start_hop(self, hop: Hop) -> Pending:
+        self._parts, (self._outputs, pending) = hop.parts, hop.start(self._outputs)
+        return pending
 
     def _locals(self) -> list[tuple[int, torch.Tensor]]:
         """The chunk of each parameter in the outputs."""
@@ -169,7 +230,7 @@ class PendingReduction:
         for part, output in zip(self._parts, self._outputs, strict=True):
             vectors = part.lengths and torch.unsafe_split_with_sizes(output, part.lengths)
             sizes, strides, offsets = part.chunks
-            if self._plan.replica is not None:  # sections lie end to end in its memory
+            if self._plan.hop is not None and self._plan.hop.lends_memory:  # sections lie end to end in it
                 offsets = [int(output.storage_offset()) + offset for offset in offsets]
             found += zip(part.indices, vectors or map(output.as_strided, sizes, strides, offsets), strict=True)
         return found

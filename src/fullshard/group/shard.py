@@ -1,8 +1,7 @@
 """The shard that a group keeps between uses.
 
 Owns the memory in which every parameter of the group has its chunk: one piece of its own, or parts of memory that ranks
-share. Copies values into it, and makes the copies that a gather needs where the shard has another dtype or lies on
-another device. It knows no states.
+share. Copies values into it. It knows no states.
 """
 
 from __future__ import annotations
@@ -16,14 +15,11 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from fullshard.buffer.sections import full_bytes, full_starts, shard_bytes, shard_views
-from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import SharedMemory
-from fullshard.device import host_memory, is_host
-from fullshard.disk.file import Region, Work
-from fullshard.disk.tensor import DiskTensor, in_memory_order
+from fullshard.device import host_memory
+from fullshard.disk.tensor import DiskTensor
 from fullshard.group.context import GroupContext
 from fullshard.group.parameter import chunk_views
-from fullshard.group.replica import ReplicaShard
 from fullshard.torch_private import foreach_copy
 
 
@@ -51,16 +47,13 @@ class ShardBuffer:
             give_own_storage(chunk)
         self.shards = self.views if self.shared is None else self.shared.shards  # of sections, where contiguous
         self.written = self.views or tuple(self.chunks.values())  # tensors whose versions count the writes
-        self.staged_views: tuple[torch.Tensor, ...] = ()
         is_like = dtypes == group.compute_dtypes and not group.offloads_to_host and not self.on_disk
         is_alone = group.is_alone(group.transport)
         self.needs_staging = bool(self.on_disk) or not (is_alone or is_like)  # without other ranks a gather casts
-        self.replica = ReplicaShard(group) if group.data.shards_replicas else None
         #: Whether the shard is the full buffer: it has every parameter, as the modules use it.
         self.is_full = is_alone and is_like and all(section.plan.is_rank_major for section in group.sections)
         self.is_full = self.is_full and self.memory is not None and not any(param.extends for param in group.params)
         self.memory = self.memory if self.is_full else None
-        self._reads = Work()
         self.poisons = os.environ.get("FULLSHARD_DEBUG", "0") not in ("", "0")
 
     def map_shared(self) -> bool:
@@ -131,53 +124,6 @@ class ShardBuffer:
             if param.extends and not param.lies_at(param.local):
                 param.set_extension_chunk(index in group.offloaded.parameters)
         self.has_meta = any(param.values.is_meta for param in group.params)  # some until they are materialized
-
-    def make_staging(self) -> SlotBuffer:
-        """A buffer for :meth:`stage`, with memory from the pool."""
-        group = self._group
-        staging = SlotBuffer(group.staging_pool, shard_bytes(group.own_sections, group.compute_dtypes))
-        group.staging_pool.ordinary = max(group.staging_pool.ordinary, staging.nbytes)
-        return staging
-
-    def stage(self, staging: SlotBuffer) -> None:
-        """Copy the shard to the compute device and dtype."""
-        group = self._group
-        staging.take()  # given back in the lane in which it is taken: nobody else can still read it
-        if not self.staged_views:
-            with torch.inference_mode(False):
-                self.staged_views = shard_views(staging.memory, group.own_sections, group.compute_dtypes)
-        if self.on_disk:
-            self._stage_from_disk()
-            return
-        with torch.no_grad():
-            if self.views:
-                foreach_copy(self.staged_views, self.views)
-
-    def _stage_from_disk(self) -> None:
-        """Start to read what is on the disk, and copy the sections that are in memory."""
-        group, reads = self._group, list[Work]()
-        for section, view, staged in zip(group.own_sections, self.views, self.staged_views, strict=True):
-            if section.members[0] not in self.on_disk:
-                with torch.no_grad():
-                    staged.copy_(view)
-                continue
-            for index, chunk in chunk_views(group.params, section.members, section.plan, staged, group.own_rank):
-                reads.append(self._read(self.on_disk[index].region, in_memory_order(chunk)))
-        self._reads = Work.of(reads)
-
-    def _read(self, region: Region, staged: torch.Tensor) -> Work:
-        device = self._group.device
-        if is_host(device):
-            return region.read(staged)
-        memory = host_memory(staged.shape, region.dtype, device, self._group.offloaded.pins_memory)
-        region.read(memory).wait()
-        staged.copy_(memory)
-        return Work()
-
-    def finish_reading(self) -> None:
-        """Wait for what :meth:`stage` reads from a disk. Raises DiskError."""
-        reads, self._reads = self._reads, Work()
-        reads.wait()
 
     def refuse_meta(self) -> NoReturn:
         names = [param.name for param in self._group.params if param.values.is_meta]

@@ -78,7 +78,7 @@ class Schedule:
         self.device = device
         self._groups = [group for unit in units for group in unit.groups]
         self.has_streams = not is_host(device)
-        self._starts_early = is_host(device) and any(group.starts_early for group in self._groups)
+        self._starts_early = is_host(device) and any(each.full.source.starts_ahead for each in self._groups)
         used = [each for group in self._groups for each in (group.data.shard_group, group.data.replicate_group)]
         self._process_groups = list(dict.fromkeys(each for each in used if each is not None))
         self.comm = CommContext(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fullshard.schedule.handles import GradientReductionHandle, Handle, UnshardHandle
+from fullshard.handles import GradientReductionHandle, Handle, UnshardHandle
 
 
 @pytest.mark.parametrize("kind", [Handle, UnshardHandle, GradientReductionHandle])
