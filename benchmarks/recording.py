@@ -1,12 +1,11 @@
-"""Pictures of a trace of two ranks, of which one is slow; and what it costs to look on.
+"""What it costs to look on: a step with log_metrics and with profile, over one without.
 
-    python benchmarks/recording.py docs/pictures   # recording-step.png, recording-waits.png
-    python benchmarks/recording.py --cost          # a step with log_metrics and with profile, over one without
+    python benchmarks/recording.py
 
-Two ranks train a small transformer and exchange messages (``p2p``), as ranks on different hosts do. For the pictures
-rank 1 sleeps in the forward of a block. The cost is the time in the functions that look on, measured in them, over the
-processor time of the thread that trains, without its waits, in a step without them. Of each the lower quartile counts.
-What the measurement takes itself counts for them. Calls of functions in a step, of Python and C, repeat.
+Two ranks train a small transformer and exchange messages (``p2p``), as ranks on different hosts do. The cost is the
+time in the functions that look on, measured in them, over the processor time of the thread that trains, without its
+waits, in a step without them. Of each the lower quartile counts. What the measurement takes itself counts for them.
+Calls of functions in a step, of Python and C, repeat.
 """
 
 from __future__ import annotations
@@ -32,36 +31,12 @@ from torch import nn
 import fullshard
 from benchmarks.models import Work
 from benchmarks.ranks import run_ranks
-from fullshard.report import page, watching
-from fullshard.report.findings import waited
+from fullshard.report import watching
 
-WORK = Work("recording", blocks=4, width=512, sequence=128)
-_SLEEP = 0.15
 #: Many groups, each with little to compute.
 LOOKED_AT = Work("looked at", blocks=12, width=256, sequence=128)
 #: Steps that are measured.
 _STEPS = 20
-
-
-def record(work: Work) -> fullshard.Trace:
-    """Record three steps of two ranks; on rank 0 the trace has both."""
-    model, train = _trained(work)
-    if dist.get_rank() == 1:
-        model.blocks[2].register_forward_pre_hook(lambda *_: time.sleep(_SLEEP))
-    train(3)
-    trace = fullshard.profile(model, steps=3)
-    train(3)
-    trace.gather()
-    return trace
-
-
-def draw(trace: fullshard.Trace, folder: Path) -> None:
-    """Write the pictures that docs/how-to/profile.md shows."""
-    rank, slow = trace.ranks
-    steps = slow.steps()
-    shortest = min(steps, key=lambda step: steps[step][1] - steps[step][0])
-    page.draw_step([slow, rank], shortest).write_image(folder / "recording-step.png", width=1000)
-    page.draw_waits(trace.ranks, waited(trace.ranks)).write_image(folder / "recording-waits.png", width=1000)
 
 
 @dataclass
@@ -187,25 +162,14 @@ def _trained(work: Work) -> tuple[Any, Callable[[int], None]]:
 
 
 def main() -> None:
-    """Draw, or measure."""
-    if "--cost" in sys.argv:
-        found = run_ranks(cost, 2, LOOKED_AT)[0]
-        plain, groups = found.pop("nothing"), LOOKED_AT.blocks + 1
-        for name, each in found.items():
-            print(
-                f"{name:<12} {1e6 * each.seconds:8.0f} us of a step of {1e3 * plain.step:.1f} ms "
-                f"({each.seconds / plain.step:.2%}), {(each.calls - plain.calls) / groups:.0f} more calls a group"
-            )
-        return
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
-    trace = run_ranks(_recorded, 2, WORK)[0]
-    draw(fullshard.Trace(trace), folder)
-    for finding in fullshard.Trace(trace).findings():
-        print(f"{finding.kind}: {finding.text} {finding.advice}")
-
-
-def _recorded(work: Work) -> Any:
-    return record(work).ranks
+    """Measure."""
+    found = run_ranks(cost, 2, LOOKED_AT)[0]
+    plain, groups = found.pop("nothing"), LOOKED_AT.blocks + 1
+    for name, each in found.items():
+        print(
+            f"{name:<12} {1e6 * each.seconds:8.0f} us of a step of {1e3 * plain.step:.1f} ms "
+            f"({each.seconds / plain.step:.2%}), {(each.calls - plain.calls) / groups:.0f} more calls a group"
+        )
 
 
 if __name__ == "__main__":

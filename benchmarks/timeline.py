@@ -28,7 +28,7 @@ from benchmarks import resident
 from benchmarks.models import Work
 from benchmarks.ranks import run_ranks
 from fullshard import fully_shard_blocks
-from fullshard.report.palette import BLUE, LANES, VERMILION
+from fullshard.report.palette import BLUE, STATES, VERMILION
 from fullshard.schedule.step_log import Event
 
 WORK = Work("timeline", blocks=4, width=768, sequence=192)
@@ -101,7 +101,6 @@ def draw(step: Step, sizes: dict[str, int], file: Path) -> None:
     figure, (above, below) = pyplot.subplots(
         2, 1, figsize=(10, 6), sharex=True, gridspec_kw={"height_ratios": [3, 2]}, layout="constrained"
     )
-    looks = {state: LANES[lane] for state, lane in (("gathered", "gather"), ("whole", "whole"), ("reduced", "reduce"))}
     rows = sorted(sizes)
     lanes = {"gathered": 0.28, "whole": 0.0, "reduced": -0.28}
     for bar in bars(step):
@@ -111,14 +110,14 @@ def draw(step: Step, sizes: dict[str, int], file: Path) -> None:
             1e3 * (bar.end - bar.begin),
             0.26,
             1e3 * bar.begin,
-            **looks[bar.state].bar,
+            **STATES[bar.state].bar,
         )
     labels = {
         "gathered": "gathered: from its start to its use",
         "whole": "whole: it may compute",
         "reduced": "gradients reduced: until they are there",
     }
-    for state, look in looks.items():
+    for state, look in STATES.items():
         above.barh([0], [0], label=labels[state], **look.bar)
     above.set_yticks(range(len(rows)), [name or "root" for name in rows])
     above.invert_yaxis()

@@ -1043,12 +1043,6 @@ MUTATIONS = (
         "tests/report/test_chrome_trace.py::test_memory_stands_where_the_spans_stand_that_began_with_it",
     ),
     Mutation(
-        "report/page.py",
-        "times = [(when - begin) / 1e6",
-        "times = [(when - begin) / 1e3",
-        "tests/report/test_page.py::test_the_memory_of_a_step_is_in_milliseconds_and_mib",
-    ),
-    Mutation(
         "report/estimate.py",
         '(1 + (during == "backward" and param.is_trainable))',
         '(1 + (during == "backward"))',

@@ -73,7 +73,7 @@ DEPENDENCIES = {
     "fused": ("triton",),
     "disk": ("xxhash",),
     "checkpoint": ("xxhash", "safetensors", "tqdm", "upath", "fsspec"),
-    "report": ("jinja2", "matplotlib", "plotly", "tabulate"),
+    "report": ("matplotlib", "tabulate"),
     "testing": ("pytest", "fullshard_pytest", "fullshard_rank_server"),
 }
 

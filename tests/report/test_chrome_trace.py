@@ -1,18 +1,12 @@
-"""The files of a trace that other programs open: Chrome's traces, and the page."""
+"""The file of a trace that other programs open."""
 
 from __future__ import annotations
 
 import json
-import re
-import shutil
-import subprocess
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
-from plotly.offline import get_plotlyjs
-
-from fullshard.report import chrome_trace, page
+from fullshard.report import chrome_trace
 from fullshard.report.rank_trace import Span
 from tests.report.cases import MS, by_hand
 
@@ -50,35 +44,6 @@ def test_programs_that_read_the_events_may_stop_before_the_data(tmp_path: Path) 
     chrome_trace.write(ranks, tmp_path / "trace.json")
     assert list(json.loads((tmp_path / "trace.json").read_text())) == ["displayTimeUnit", "traceEvents", "fullshard"]
     assert chrome_trace.read(tmp_path / "trace.json") == ranks
-
-
-def test_a_page_needs_nothing_from_elsewhere() -> None:
-    text = page.render([by_hand(0), by_hand(1, computes=60)])
-    assert "Rank 1 is slow" in text
-    assert text.count('class="plotly-graph-div"') == 3
-    assert not re.search(r"<script[^>]*src=|<link|@import|<img", text.replace(get_plotlyjs(), ""))
-
-
-def test_names_cannot_write_to_the_page() -> None:
-    rank = by_hand(0)
-    rank.groups = {"<b>": 1}
-    rank.spans = [span._replace(group=span.group and "</script><b>") for span in rank.spans]
-    text = page.render([rank]).replace(get_plotlyjs(), "")
-    assert "</script><b>" not in text
-    assert "&lt;/script&gt;&lt;b&gt;" in text
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no program chromium")
-def test_a_browser_shows_the_page(tmp_path: Path) -> None:
-    file = tmp_path / "report.html"
-    page.write([by_hand(0), by_hand(1, computes=60)], file)
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    flags += f" --disable-component-update --disable-sync --user-data-dir={tmp_path / 'profile'} --dump-dom"
-    shown = subprocess.run(["chromium", *flags.split(), file.as_uri()], capture_output=True, text=True, timeout=120)
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.count('class="main-svg"') >= 3  # plotly has drawn the charts
-    assert "Rank 1 is slow" in shown.stdout
 
 
 def test_memory_stands_where_the_spans_stand_that_began_with_it() -> None:

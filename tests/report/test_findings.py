@@ -31,7 +31,6 @@ def test_no_rank_is_slow_where_all_are_alike() -> None:
 
 
 def test_ranks_that_wait_for_each_other_in_turns_are_told_of() -> None:
-    """The page draws a circle for each such wait."""
     ranks = []
     for rank in (0, 1):
         slow, fast = by_hand(rank, computes=60), by_hand(rank)

@@ -8,7 +8,7 @@ from fullshard.report import palette
 
 
 def test_all_colours_are_distinct_in_grey_or_have_another_hatch() -> None:
-    for looks in (palette.TIME, palette.MEMORY, dict(enumerate(palette.RANKS))):
+    for looks in (palette.STATES, palette.MEMORY, dict(enumerate(palette.RANKS))):
         for one, other in combinations(looks.values(), 2):
             assert one.hatch != other.hatch or abs(lightness(one) - lightness(other)) > 0.1
 

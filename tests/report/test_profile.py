@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from fullshard.report.recorder import RUNNING
 from fullshard.schedule.unit import unit_of
 from tests.fully_shard.cases import groups_of, inputs
 from tests.harness import World, ranks
-from tests.report.cases import WAYS_TO_STEP, by_hand, recorded, sharded, trained, trained_by
+from tests.report.cases import WAYS_TO_STEP, recorded, sharded, trained, trained_by
 
 
 def of(spans: list[Span], lane: str, what: str) -> list[Span]:
@@ -139,25 +138,14 @@ def test_a_trace_is_saved_and_read_again(world: World, tmp_path: Path) -> None:
     trace.save(tmp_path)
     dist.barrier()
     read = fullshard.Trace.load(tmp_path)
-    assert {"report.html", "trace.json"} == {file.name for file in tmp_path.iterdir()}
+    assert {"findings.txt", "trace.json"} == {file.name for file in tmp_path.iterdir()}
     assert [rank.rank for rank in read.ranks] == [0, 1]
+    text = " ".join((tmp_path / "findings.txt").read_text().split())
+    assert all(finding.text in text for finding in read.findings())
     if world.rank == 0:
         first = min(rank.spans[0].start for rank in trace.ranks)
         assert read.ranks == [rank.shifted(first) for rank in trace.ranks]
         assert [finding.kind for finding in read.findings()] == [finding.kind for finding in trace.findings()]
-
-
-def test_without_plotly_the_trace_is_saved_and_a_warning_says_how_to_get_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trace = fullshard.Trace([by_hand(0), by_hand(1)])
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "plotly.graph_objects", None)
-        with pytest.warns(UserWarning, match=r"has no report\.html: .*plotly.*Trace\.load\(directory\)"):
-            trace.save(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
-    fullshard.Trace.load(tmp_path).save(tmp_path)
-    assert (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"fullshard": {"version": 99}}', "no JSON"])

@@ -59,7 +59,6 @@ def test_spans_of_a_track_are_apart_or_one_in_the_other() -> None:
         for name, times in {"a": (0, 10), "b": (2, 8), "c": (5, 15), "d": (10, 12)}.items()
     )
     assert tracks([later, crossing, inner, outer]) == [(0, outer), (0, inner), (1, crossing), (0, later)]
-    assert tracks([outer, inner, crossing], nests=False) == [(0, outer), (1, inner), (2, crossing)]
 
 
 def test_each_part_of_a_step_is_counted_once() -> None:
@@ -72,7 +71,6 @@ def test_each_part_of_a_step_is_counted_once() -> None:
         span("wait", "a norm", 85, 90),
     )
     assert shares(trace) == Shares(step=100, computing=30, copying=5, waiting=30, optimizer=15, outside=20)
-    assert shares(trace).exposed == 35
     assert shares(trace_of()) == Shares(0, 0, 0, 0, 0, 0)
 
 

@@ -13,7 +13,7 @@ from statistics import mean, median
 from typing import Literal, NamedTuple
 
 from fullshard.report.rank_trace import RankTrace, Span, Work, own_work, shares
-from fullshard.report.text import percent, seconds_text
+from fullshard.report.text import percent, seconds_text, wrapped
 
 Kind = Literal[
     "slow rank", "late gathers", "late reductions", "copies", "outside", "optimizer", "prefetch", "balance", "disk"
@@ -116,6 +116,12 @@ def findings(ranks: Sequence[RankTrace]) -> list[Finding]:
     ]
     found = sorted([*(found or [_balance(waits, step)]), *_parts(complete, step)], key=lambda finding: -finding.share)
     return [*found, *_prefetch(complete)]
+
+
+def findings_text(found: Sequence[Finding]) -> str:
+    """Findings as text for people, a paragraph each."""
+    costs = (f"{percent(each.share)} of a step: " if each.share else "" for each in found)
+    return "".join(wrapped(f"{cost}{each.text} {each.advice}") + "\n" for cost, each in zip(costs, found, strict=True))
 
 
 def lateness(ranks: Sequence[RankTrace], waits: Sequence[Waited]) -> dict[int, float]:

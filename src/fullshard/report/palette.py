@@ -1,7 +1,7 @@
 """The colours of all pictures: those of Okabe and Ito, which colour-blind people can tell apart.
 
-Each colour comes with a hatch, so that pictures stay readable in grey. Matplotlib and plotly use the same letters for
-hatches, and matplotlib draws them closer if they are repeated.
+Each colour comes with a hatch, so that pictures stay readable in grey. Matplotlib draws the
+lines of a hatch closer if its letter is repeated.
 """
 
 from __future__ import annotations
@@ -24,34 +24,9 @@ class Look(NamedTuple):
         """The arguments of matplotlib's ``bar``, ``barh`` and patches."""
         return {"facecolor": self.color, "hatch": 4 * self.hatch, "edgecolor": "black", "linewidth": 0.6}
 
-    @property
-    def marker(self) -> dict[str, Any]:
-        """The ``marker`` of a bar of plotly."""
-        pattern = {"shape": self.hatch, "fgcolor": "rgba(0,0,0,0.45)", "size": 8, "solidity": 0.15}
-        return {"color": self.color, "pattern": pattern, "line": {"color": "black", "width": 0.5}}
 
-
-#: The lanes of a trace, and in ``whole`` the time in which a group may compute.
-LANES = {
-    "pass": Look(GREY),
-    "computation": Look(GREEN),
-    "whole": Look(GREEN),
-    "gather": Look(SKY, "/"),
-    "reduce": Look(ORANGE, "."),
-    "all-reduce": Look(YELLOW, "\\"),
-    "host": Look(PURPLE, "-"),
-    "wait": Look(VERMILION, "x"),
-    "disk": Look(BLUE, "+"),
-}
-#: The parts of a step.
-TIME = {
-    "computing": Look(GREEN),
-    "optimizer": Look(BLUE, "|"),
-    "copying": Look(PURPLE, "-"),
-    "waiting": Look(VERMILION, "x"),
-    "outside": Look(WHITE),
-    "disk": Look(BLUE, "+"),
-}
+#: The states of a group in a step.
+STATES = {"gathered": Look(SKY, "/"), "whole": Look(GREEN), "reduced": Look(ORANGE, ".")}
 #: The parts of a rank's memory.
 MEMORY = {
     "parameters": Look(SKY),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import warnings
 import zlib
 from dataclasses import asdict
 from pathlib import Path
@@ -25,8 +24,8 @@ from fullshard.comm.process_group import decoded, encoded, gather_objects
 from fullshard.comm.waits import waiting
 from fullshard.platforms import host_id
 from fullshard.policies import local_path
-from fullshard.report import chrome_trace, page
-from fullshard.report.findings import Finding, findings
+from fullshard.report import chrome_trace
+from fullshard.report.findings import Finding, findings, findings_text
 from fullshard.report.rank_trace import RankTrace, as_rank
 from fullshard.report.recorder import RUNNING, Recorder
 from fullshard.schedule.unit import schedule_of
@@ -99,12 +98,10 @@ class Trace:
         return findings(self.ranks)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write ``trace.json`` and ``report.html`` into a directory, on rank 0.
+        """Write ``trace.json`` and ``findings.txt`` into a directory, on rank 0.
 
         It calls :meth:`gather` first if that is still to be done. ``trace.json`` is for :meth:`load`, and for
-        https://ui.perfetto.dev or chrome://tracing. ``report.html`` is a page for a browser, one file that needs no
-        network. It needs plotly (``pip install fullshard[report]``); without plotly a warning says how to write the
-        page elsewhere.
+        https://ui.perfetto.dev or chrome://tracing. ``findings.txt`` has the :meth:`findings` as text.
 
         Args:
             directory: is made if it does not exist.
@@ -118,14 +115,7 @@ class Trace:
         folder = local_path(directory, "the directory")
         folder.mkdir(parents=True, exist_ok=True)
         chrome_trace.write(self.ranks, folder / "trace.json")
-        try:
-            page.write(self.ranks, folder / "report.html")
-        except ImportError as error:
-            warnings.warn(
-                f"{folder} has no report.html: {error}. Install plotly (pip install 'fullshard[report]') here or on "
-                f"another machine with trace.json, and call fullshard.Trace.load(directory).save(directory)",
-                stacklevel=2,
-            )
+        (folder / "findings.txt").write_text(findings_text(self.findings()), encoding="utf-8")
 
     @staticmethod
     def load(directory: str | os.PathLike[str]) -> Trace:
@@ -157,7 +147,7 @@ def profile(model: nn.Module, steps: int = 3, *, first_step: int = 0) -> Trace:
         model: the root, sharded by ``fully_shard`` or wrapped.
         steps: how many training steps to record. A step ends when optimizers have updated all trained parameters, or
             before the next forward if no optimizer updates some of them.
-        first_step: the number of the first recorded step, used in findings, trace and page.
+        first_step: the number of the first recorded step, used in the trace.
 
     Returns:
         the trace. On the CPU, memory is the resident memory of the process, which includes pages that ranks share.

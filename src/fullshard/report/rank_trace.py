@@ -114,16 +114,16 @@ class RankTrace:
         return found
 
 
-def tracks(spans: Iterable[Span], nests: bool = True) -> list[tuple[int, Span]]:
-    """Puts spans on tracks: yields each with the number of its track. Two spans on one track do not overlap, or, with
-    ``nests``, one contains the other."""
+def tracks(spans: Iterable[Span]) -> list[tuple[int, Span]]:
+    """Puts spans on tracks: yields each with the number of its track. Two spans on one track do not overlap, or
+    one contains the other."""
     open_spans: list[list[Span]] = []
     found = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         for stack in open_spans:
             while stack and stack[-1].end <= span.start:
                 stack.pop()
-        fits = (at for at, on in enumerate(open_spans) if not on or (nests and span.end <= on[-1].end))
+        fits = (at for at, on in enumerate(open_spans) if not on or span.end <= on[-1].end)
         track = next(fits, len(open_spans))
         open_spans += [[]] * (track == len(open_spans))
         open_spans[track].append(span)
@@ -152,11 +152,6 @@ class Shares:
     optimizer: float
     outside: float
     disk: float = 0.0
-
-    @property
-    def exposed(self) -> float:
-        """Communication during which nothing was computed."""
-        return self.copying + self.waiting
 
 
 def shares(rank: RankTrace) -> Shares:
