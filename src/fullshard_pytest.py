@@ -138,7 +138,7 @@ def check_mark(nodeid: str, mark: pytest.Mark) -> tuple[int, ...]:
 
 def _is_ours(metafunc: pytest.Metafunc) -> bool:
     """Whether the fixture ``world`` of a test is that of this file, and not one of the project's own."""
-    found = getattr(metafunc, "_arg2fixturedefs", {}).get("world")
+    found: Any = getattr(metafunc, "_arg2fixturedefs", {}).get("world")
     return bool(found) and getattr(found[-1].func, "__module__", "") == __name__
 
 
