@@ -34,7 +34,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import DiskOffloadPolicy, OffloadPolicy, fully_shard
-from fullshard.disk.file import DiskFile, Work
+from fullshard.disk.file import DiskFile, DiskWork
 from fullshard.report.text import bytes_of, bytes_text, table
 
 #: Steps that are not measured: optimizer state is made, and orders are recorded.
@@ -75,7 +75,7 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     for number in range(_WARM_UP + args.steps):
         torch.manual_seed(1000 + number + dist.get_rank())
         batch = torch.randn(args.tokens, args.width)
-        before = DiskFile.moved(), Work.waited_seconds
+        before = DiskFile.moved(), DiskWork.waited_seconds
         dist.barrier()
         began = time.perf_counter()
         loss = (model(batch) - batch.roll(1, 0)).square().mean()
@@ -86,7 +86,7 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
         if number >= _WARM_UP:
             seconds.append(time.perf_counter() - began)
             moved = [after - earlier for after, earlier in zip(DiskFile.moved(), before[0], strict=True)]
-            waited = Work.waited_seconds - before[1]
+            waited = DiskWork.waited_seconds - before[1]
     found = hashlib.sha256(str(losses).encode())
     for param in model.parameters():
         found.update(param.to_local().detach().clone().numpy().tobytes())  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ from benchmarks.models import Work
 from benchmarks.ranks import run_ranks
 from fullshard import fully_shard_blocks
 from fullshard.report.palette import BLUE, STATES, VERMILION
-from fullshard.schedule.step_log import Event
+from fullshard.schedule.step_log import StepEvent
 
 WORK = Work("timeline", blocks=4, width=768, sequence=192)
 _STEPS = 8
@@ -170,7 +170,7 @@ def _record_step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Ten
     resident.settle()
     start, before = time.perf_counter(), _memory()
 
-    def see(event: Event) -> None:
+    def see(event: StepEvent) -> None:
         step.events.append((time.perf_counter() - start, event.action, event.group))
 
     def see_gradient(name: str) -> Callable[[torch.Tensor], None]:

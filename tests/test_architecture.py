@@ -182,6 +182,16 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         pytest.fail(f"a circle: {' imports '.join(reversed(error.args[1]))}")
 
 
+def test_no_two_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in nodes(file):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name_of(file))
+    shared = {name: found for name, found in places.items() if len(found) > 1}
+    assert not shared, shared
+
+
 def test_torch_is_the_only_dependency_of_most_files_and_its_own_sharding_of_none() -> None:
     wrong = []
     for name, imported in ((name_of(file), imported) for file in FILES for imported in imports(file)):

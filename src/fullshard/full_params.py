@@ -18,7 +18,7 @@ from fullshard.comm.transport import Transfer
 from fullshard.comm.waits import waiting
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, chunk_views, local_tensor, whole_views
-from fullshard.schedule.unit import Phase, unit_of
+from fullshard.schedule.unit import UnitPhase, unit_of
 
 
 class FullParameters:
@@ -103,7 +103,7 @@ def summon_full_params(
     modules = module.modules() if recurse else (module,)
     units = dict.fromkeys(unit for each in modules if (unit := unit_of(each)) is not None)
     for unit in units:
-        if unit.phase is not Phase.IDLE:
+        if unit.phase is not UnitPhase.IDLE:
             phase = unit.phase.name.lower()
             raise RuntimeError(
                 f"summon_full_params was called while {unit!r} runs its {phase}: call it between steps; after an "

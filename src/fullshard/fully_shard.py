@@ -172,14 +172,14 @@ def fully_shard(
     Ranks: all ranks of the mesh alike, in the same order.
     """
     given = dict(locals())
-    _check_call(calls := list[_Call](), **given)
+    _check_call(calls := list[_ShardCall](), **given)
     for call in calls:  # all checks of all calls come before the first change
         call.shard()
     return module
 
 
 @dataclass
-class _Call:
+class _ShardCall:
     """A call of :func:`fully_shard` that was checked: on no rank anything speaks against it."""
 
     unit: Unit
@@ -200,7 +200,7 @@ class _Call:
 
 
 def _check_call(
-    calls: list[_Call],
+    calls: list[_ShardCall],
     module: Any,
     mesh: DeviceMesh | None,
     reshard_after_forward: bool | int | None,
@@ -270,7 +270,7 @@ def _check_call(
         if check_values:
             verify_values(sharded, own_mesh)
         groups.append(check_group(unit, sharded, own_mesh, options))
-    calls.append(_Call(unit, params, managed, mp_policy, classes, groups))
+    calls.append(_ShardCall(unit, params, managed, mp_policy, classes, groups))
 
 
 @cache

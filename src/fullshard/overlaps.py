@@ -20,7 +20,7 @@ from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import plain_parts
 
 
-class Span(NamedTuple):
+class Extent(NamedTuple):
     """The bytes of a parameter or buffer of a module, now or before it was sharded."""
 
     start: int
@@ -33,14 +33,14 @@ class Span(NamedTuple):
     name: str
     is_trained: bool
 
-    def overlaps(self, other: Span) -> bool:
+    def overlaps(self, other: Extent) -> bool:
         """Whether any byte is in both. ``other`` must begin before this one stops."""
         taken = torch.zeros(max(self.stop, other.stop) - self.start, dtype=torch.bool, device="cpu")
         taken.as_strided(self.shape, self.strides, 0).fill_(True)
         return bool(taken.as_strided(other.shape, other.strides, other.start - self.start).any())
 
 
-def refuse_overlaps(modules: Sequence[nn.Module], params: Container[torch.Tensor]) -> list[Span]:
+def refuse_overlaps(modules: Sequence[nn.Module], params: Container[torch.Tensor]) -> list[Extent]:
     """Returns the spans of ``params``, which are about to be sharded. Raises ValueError if a trained parameter in
     ``modules`` shares memory with another tensor, sharded already or not."""
     names = {module: name for root in modules for name, module in root.named_modules()}
@@ -51,7 +51,7 @@ def refuse_overlaps(modules: Sequence[nn.Module], params: Container[torch.Tensor
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None and not is_lazy(tensor) and owner_of(tensor) is None
     }
-    lie: dict[weakref.ref[torch.UntypedStorage], list[Span]] = {}
+    lie: dict[weakref.ref[torch.UntypedStorage], list[Extent]] = {}
     for extents in (*found.values(), *(unit.extents for unit in units)):
         for extent in extents:
             lie.setdefault(extent.storage, []).append(extent)
@@ -70,7 +70,7 @@ def refuse_overlaps(modules: Sequence[nn.Module], params: Container[torch.Tensor
     return [extent for tensor, extents in found.items() if tensor in params for extent in extents]
 
 
-def _extents(tensor: torch.Tensor, module: nn.Module, name: str) -> Iterator[Span]:
+def _extents(tensor: torch.Tensor, module: nn.Module, name: str) -> Iterator[Extent]:
     is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
     for part in plain_parts(tensor.detach()):
         if part.layout is torch.strided and not part.is_meta and part.numel():
@@ -78,4 +78,4 @@ def _extents(tensor: torch.Tensor, module: nn.Module, name: str) -> Iterator[Spa
             strides = (*[stride * size for stride in part.stride()], 1)
             shape = (*[count if stride else 1 for count, stride in zip(part.shape, part.stride(), strict=True)], size)
             stop = start + sum([(count - 1) * stride for count, stride in zip(shape, strides, strict=True)]) + 1
-            yield Span(start, stop, shape, strides, weakref.ref(part.untyped_storage()), module, name, is_trained)
+            yield Extent(start, stop, shape, strides, weakref.ref(part.untyped_storage()), module, name, is_trained)

@@ -121,7 +121,7 @@ def hide_waiting(param: torch.Tensor, shown: WaitingGrad) -> None:
         param.grad = None
 
 
-class Waits(Protocol):
+class WaitingGradient(Protocol):
     """A parameter: what users see of it, and zeros as a gradient of it."""
 
     @property
@@ -141,7 +141,7 @@ class ForOneDtype(Protocol):
 class ShownGrads:
     """What is shown of the gradients of ``params`` that wait: ``grads``, by index."""
 
-    def __init__(self, params: Sequence[Waits]) -> None:
+    def __init__(self, params: Sequence[WaitingGradient]) -> None:
         self._params = params
         self.grads: dict[int, WaitingGrad] = {}
 

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from fullshard.buffer.messages import Messages, Rows, zero_copy_in
-from fullshard.buffer.plan import ParamShape, Plan, make_plan
+from fullshard.buffer.plan import BufferPlan, ParamShape, make_plan
 from tests.comm.cases import ODD, ZERO_COPY, Shapes, cut
 
 EVEN: Shapes = (((8, 3), 0), ((4,), 0), ((12, 5), 0))
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def plan_of(shapes: Shapes, size: int) -> Plan:
+def plan_of(shapes: Shapes, size: int) -> BufferPlan:
     return make_plan([ParamShape(f"p{i}", *shape) for i, shape in enumerate(shapes)], size)
 
 
-def whole(plan: Plan, dtype: torch.dtype) -> torch.Tensor:
+def whole(plan: BufferPlan, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(plan.full_numel).to(dtype)
 
 

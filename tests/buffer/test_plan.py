@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fullshard.buffer.plan import LayoutName, ParamShape, Piece, Plan, balance, make_plan
+from fullshard.buffer.plan import BufferPlan, LayoutName, ParamShape, Piece, balance, make_plan
 
 SIZES = st.sampled_from([0, 1, 2, 3, 5, 7, 8, 31])
 WORLD_SIZES = st.sampled_from([1, 2, 3, 4, 7, 8, 64, 100, 1024])
@@ -29,25 +29,25 @@ def param_shapes(draw: st.DrawFn) -> ParamShape:
 
 
 @st.composite
-def plans(draw: st.DrawFn, layouts: st.SearchStrategy[LayoutName] = LAYOUTS) -> Plan:
+def plans(draw: st.DrawFn, layouts: st.SearchStrategy[LayoutName] = LAYOUTS) -> BufferPlan:
     params = draw(st.lists(param_shapes(), max_size=6))
     return make_plan(params, draw(WORLD_SIZES), draw(layouts), draw(st.sampled_from([1, 4, 16, 100])))
 
 
-def even_plans() -> st.SearchStrategy[Plan]:
+def even_plans() -> st.SearchStrategy[BufferPlan]:
     return plans(st.just("even"))
 
 
-def flat_plans() -> st.SearchStrategy[Plan]:
+def flat_plans() -> st.SearchStrategy[BufferPlan]:
     return plans(st.just("flat"))
 
 
-def places(plan: Plan, piece: Piece) -> list[tuple[int, int]]:
+def places(plan: BufferPlan, piece: Piece) -> list[tuple[int, int]]:
     full, shard = piece.of_full(torch.arange(plan.full_numel)), piece.of_shard(torch.arange(plan.shard_numel))
     return list(zip(full.flatten().tolist(), shard.flatten().tolist(), strict=True))
 
 
-def times_owned(plan: Plan) -> torch.Tensor:
+def times_owned(plan: BufferPlan) -> torch.Tensor:
     counts = torch.zeros(plan.full_numel, dtype=torch.int32)
     for rank in range(plan.world_size):
         for piece in plan.pieces(rank):
@@ -55,13 +55,13 @@ def times_owned(plan: Plan) -> torch.Tensor:
     return counts
 
 
-def param_places(plan: Plan, param: ParamShape, offset: int) -> range:
+def param_places(plan: BufferPlan, param: ParamShape, offset: int) -> range:
     return range(offset, offset + param.numel)
 
 
 @unhurried
 @given(plans())
-def test_every_element_of_a_parameter_has_one_owner(plan: Plan) -> None:
+def test_every_element_of_a_parameter_has_one_owner(plan: BufferPlan) -> None:
     counts = times_owned(plan)
     for param, offset in zip(plan.params, plan.full_offsets, strict=True):
         owners = plan.world_size if plan.layout == "even" and param.dim is None else 1
@@ -70,7 +70,7 @@ def test_every_element_of_a_parameter_has_one_owner(plan: Plan) -> None:
 
 @unhurried
 @given(even_plans())
-def test_nobody_owns_padding_in_even(plan: Plan) -> None:
+def test_nobody_owns_padding_in_even(plan: BufferPlan) -> None:
     counts = times_owned(plan)
     for param, offset in zip(plan.params, plan.full_offsets, strict=True):
         counts[offset : offset + param.numel] = 0
@@ -79,7 +79,7 @@ def test_nobody_owns_padding_in_even(plan: Plan) -> None:
 
 @unhurried
 @given(flat_plans())
-def test_flat_is_one_piece_for_each_rank_up_to_the_last_parameter(plan: Plan) -> None:
+def test_flat_is_one_piece_for_each_rank_up_to_the_last_parameter(plan: BufferPlan) -> None:
     end = plan.full_offsets[-1] + plan.params[-1].numel if plan.params else 0
     assert times_owned(plan).tolist() == [1] * end + [0] * (plan.full_numel - end)
     for rank in range(plan.world_size):
@@ -90,7 +90,7 @@ def test_flat_is_one_piece_for_each_rank_up_to_the_last_parameter(plan: Plan) ->
 
 @unhurried
 @given(plans())
-def test_no_two_elements_share_a_place_in_a_shard(plan: Plan) -> None:
+def test_no_two_elements_share_a_place_in_a_shard(plan: BufferPlan) -> None:
     for rank in range(plan.world_size):
         taken = [place for piece in plan.pieces(rank) for _, place in places(plan, piece)]
         assert len(set(taken)) == len(taken)
@@ -99,7 +99,7 @@ def test_no_two_elements_share_a_place_in_a_shard(plan: Plan) -> None:
 
 @unhurried
 @given(plans())
-def test_parameters_are_aligned_and_nothing_more_is_added_between_them(plan: Plan) -> None:
+def test_parameters_are_aligned_and_nothing_more_is_added_between_them(plan: BufferPlan) -> None:
     chunk_alignment = math.gcd(plan.alignment, 4) if plan.world_size > 1 else plan.alignment
     assert all(offset % plan.alignment == 0 for offset in plan.full_offsets)
     assert all(offset % chunk_alignment == 0 for offset in plan.shard_offsets)
@@ -112,14 +112,14 @@ def test_parameters_are_aligned_and_nothing_more_is_added_between_them(plan: Pla
 
 @unhurried
 @given(even_plans())
-def test_a_single_rank_has_the_full_buffer(plan: Plan) -> None:
+def test_a_single_rank_has_the_full_buffer(plan: BufferPlan) -> None:
     alone = make_plan(plan.params, 1, plan.layout, plan.alignment)
     assert (alone.shard_offsets, alone.shard_numel) == (alone.full_offsets, alone.full_numel)
 
 
 @unhurried
 @given(flat_plans())
-def test_flat_pads_the_tail_by_less_than_an_element_for_each_rank(plan: Plan) -> None:
+def test_flat_pads_the_tail_by_less_than_an_element_for_each_rank(plan: BufferPlan) -> None:
     assert plan.full_numel == plan.world_size * plan.shard_numel
     end = plan.full_offsets[-1] + plan.params[-1].numel if plan.params else 0
     assert 0 <= plan.full_numel - end < plan.world_size
@@ -127,7 +127,7 @@ def test_flat_pads_the_tail_by_less_than_an_element_for_each_rank(plan: Plan) ->
 
 @unhurried
 @given(plans())
-def test_gaps_are_what_no_parameter_fills(plan: Plan) -> None:
+def test_gaps_are_what_no_parameter_fills(plan: BufferPlan) -> None:
     filled = torch.zeros(plan.full_numel)
     for param, offset in zip(plan.params, plan.full_offsets, strict=True):
         filled[offset : offset + param.numel] += 1
@@ -136,7 +136,7 @@ def test_gaps_are_what_no_parameter_fills(plan: Plan) -> None:
     assert bool((filled == 1).all())
 
 
-def some_shards(plan: Plan, full: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+def some_shards(plan: BufferPlan, full: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     """What the first rank, the last and one in the middle hold of a full buffer; -1 where they hold nothing of it."""
     for rank in {0, plan.world_size // 2, plan.world_size - 1}:
         shard = torch.full((plan.shard_numel,), -1)
@@ -148,7 +148,7 @@ def some_shards(plan: Plan, full: torch.Tensor) -> Iterator[tuple[int, torch.Ten
 @unhurried
 @given(plans())
 @example(make_plan([ParamShape("a", (3, 16))], 4))  # the last rank has a shard, and nothing of the full buffer
-def test_rank_major_is_where_the_shards_end_to_end_are_the_full_buffer(plan: Plan) -> None:
+def test_rank_major_is_where_the_shards_end_to_end_are_the_full_buffer(plan: BufferPlan) -> None:
     full, shards = torch.arange(plan.full_numel), torch.full((plan.world_size * plan.shard_numel,), -1)
     for piece in plan.pieces_of_all(plan.shard_numel):
         piece.of_shard(shards).copy_(piece.of_full(full))
@@ -160,7 +160,7 @@ def test_rank_major_is_where_the_shards_end_to_end_are_the_full_buffer(plan: Pla
 
 @unhurried
 @given(plans())
-def test_there_are_at_most_two_pieces_for_each_parameter(plan: Plan) -> None:
+def test_there_are_at_most_two_pieces_for_each_parameter(plan: BufferPlan) -> None:
     assert len(plan.pieces_of_all(plan.shard_numel)) <= 2 * len(plan.params)
 
 
@@ -183,7 +183,7 @@ def test_parts_of_one_form_that_go_back_in_the_shards_are_pieces_of_their_own() 
 
 @settings(deadline=None, max_examples=30)
 @given(plans(), st.integers(1, 20))
-def test_a_piece_in_parts_is_the_piece(plan: Plan, numel: int) -> None:
+def test_a_piece_in_parts_is_the_piece(plan: BufferPlan, numel: int) -> None:
     for piece in plan.pieces(0):
         head, rest = piece.split(numel)
         assert head is not None or rest is not None
@@ -196,7 +196,7 @@ def test_a_piece_in_parts_is_the_piece(plan: Plan, numel: int) -> None:
 
 @unhurried
 @given(plans(), st.sampled_from([0, 5, 48]))
-def test_the_pieces_of_all_ranks_are_those_of_each_rank(plan: Plan, apart: int) -> None:
+def test_the_pieces_of_all_ranks_are_those_of_each_rank(plan: BufferPlan, apart: int) -> None:
     """Of what all own, the shards are filled alike, whatever lies between them; and each element once."""
     full, pitch = torch.arange(plan.full_numel), plan.shard_numel + apart
     shards, times = torch.full((plan.world_size * pitch + 1,), -1), torch.zeros(plan.world_size * pitch + 1)
@@ -212,7 +212,7 @@ def test_the_pieces_of_all_ranks_are_those_of_each_rank(plan: Plan, apart: int) 
 
 @unhurried
 @given(plans())
-def test_a_part_lies_in_its_place_in_the_shard(plan: Plan) -> None:
+def test_a_part_lies_in_its_place_in_the_shard(plan: BufferPlan) -> None:
     full = torch.arange(plan.full_numel)
     for rank, shard in some_shards(plan, full):
         for index, (param, offset) in enumerate(zip(plan.params, plan.full_offsets, strict=True)):
@@ -244,7 +244,7 @@ def test_chunks_are_those_of_torch(param: ParamShape, world_size: int) -> None:
 
 @unhurried
 @given(even_plans())
-def test_a_shard_of_even_holds_the_chunks_of_torch(plan: Plan) -> None:
+def test_a_shard_of_even_holds_the_chunks_of_torch(plan: BufferPlan) -> None:
     full = torch.arange(plan.full_numel)
     for rank, shard in some_shards(plan, full):
         for index, (param, offset) in enumerate(zip(plan.params, plan.full_offsets, strict=True)):
@@ -260,7 +260,7 @@ def test_a_shard_of_even_holds_the_chunks_of_torch(plan: Plan) -> None:
 
 @unhurried
 @given(flat_plans())
-def test_fragments_of_flat_are_what_the_pieces_say(plan: Plan) -> None:
+def test_fragments_of_flat_are_what_the_pieces_say(plan: BufferPlan) -> None:
     for rank in range(plan.world_size):
         owned = {place for piece in plan.pieces(rank) for place, _ in places(plan, piece)}
         for index, (param, offset) in enumerate(zip(plan.params, plan.full_offsets, strict=True)):
@@ -271,7 +271,7 @@ def test_fragments_of_flat_are_what_the_pieces_say(plan: Plan) -> None:
 
 @unhurried
 @given(even_plans(), st.data())
-def test_a_selection_keeps_cuts_and_places_in_the_full_buffer(plan: Plan, data: st.DataObject) -> None:
+def test_a_selection_keeps_cuts_and_places_in_the_full_buffer(plan: BufferPlan, data: st.DataObject) -> None:
     chosen = [index for index in range(len(plan.params)) if data.draw(st.booleans(), label=f"keep {index}")]
     selected = plan.select(chosen)
     assert selected.full_numel == plan.full_numel
@@ -288,13 +288,13 @@ def test_a_selection_keeps_cuts_and_places_in_the_full_buffer(plan: Plan, data: 
 
 @unhurried
 @given(flat_plans())
-def test_a_selection_of_flat_is_all_of_it(plan: Plan) -> None:
+def test_a_selection_of_flat_is_all_of_it(plan: BufferPlan) -> None:
     assert plan.select([]) is plan
 
 
 @unhurried
 @given(plans())
-def test_equal_arguments_give_the_same_plan(plan: Plan) -> None:
+def test_equal_arguments_give_the_same_plan(plan: BufferPlan) -> None:
     assert make_plan(list(plan.params), plan.world_size, plan.layout, plan.alignment) is plan
     assert plan.select(range(len(plan.params))) is plan
 
@@ -370,7 +370,7 @@ def test_the_largest_blocks_are_placed_first() -> None:
 
 
 @st.composite
-def ragged_plans(draw: st.DrawFn) -> Plan:
+def ragged_plans(draw: st.DrawFn) -> BufferPlan:
     size, params = draw(st.sampled_from([2, 3, 4, 7])), draw(st.lists(param_shapes(), min_size=1, max_size=6))
     for index, param in enumerate(params):
         if param.dim is not None and draw(st.booleans()):
@@ -382,7 +382,7 @@ def ragged_plans(draw: st.DrawFn) -> Plan:
 
 @unhurried
 @given(ragged_plans())
-def test_a_ragged_shard_holds_the_rows_between_the_cuts(plan: Plan) -> None:
+def test_a_ragged_shard_holds_the_rows_between_the_cuts(plan: BufferPlan) -> None:
     full = torch.arange(plan.full_numel)
     for rank in range(plan.world_size):
         shard = torch.full((plan.shard_numel,), -1)
@@ -406,7 +406,7 @@ def test_a_ragged_shard_holds_the_rows_between_the_cuts(plan: Plan) -> None:
 
 @unhurried
 @given(ragged_plans(), st.sampled_from([0, 5, 48]))
-def test_the_messages_of_a_ragged_plan_are_the_shards_of_all_ranks(plan: Plan, apart: int) -> None:
+def test_the_messages_of_a_ragged_plan_are_the_shards_of_all_ranks(plan: BufferPlan, apart: int) -> None:
     full, pitch, size = torch.arange(plan.full_numel), plan.shard_numel + apart, plan.world_size
     shards = torch.full((size * pitch,), -1)
     for piece in plan.pieces_of_all(pitch):
@@ -438,7 +438,7 @@ def test_a_ragged_plan_needs_the_memory_of_its_largest_rank() -> None:
 
 @given(even_plans(), st.data())
 @unhurried
-def test_a_shard_cut_again_has_the_chunks_of_its_chunks(plan: Plan, data: st.DataObject) -> None:
+def test_a_shard_cut_again_has_the_chunks_of_its_chunks(plan: BufferPlan, data: st.DataObject) -> None:
     rank, parts = data.draw(st.integers(0, plan.world_size - 1)), data.draw(st.sampled_from([1, 2, 3, 8]))
     inside = plan.inside(rank, parts)
     assert (inside.world_size, inside.full_numel) == (parts, plan.shard_numel)

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 from fullshard.checkpoint.blocks import CorruptCheckpointError
 from fullshard.checkpoint.dcp import ALIGNMENT, around, loaded, loaded_tensor, read_metadata, saved, write_metadata
-from fullshard.checkpoint.manifest import Entry, Manifest, Piece, Stored, Tensors
+from fullshard.checkpoint.manifest import Entry, Manifest, Stored, StoredPiece, Tensors
 from fullshard.disk.file import bytes_of
 from tests.checkpoint.test_plain import Harm
 
@@ -110,7 +110,7 @@ def test_metadata_that_is_written_is_what_torch_reads(tmp_path: Path) -> None:
     values, count = torch.arange(6.0).view(2, 3), archive(5)
     (tmp_path / "data").write_bytes(before + bytes(bytes_of(values)) + after + count)
     start = length + -length % ALIGNMENT
-    piece = Piece("data", 0, length, len(before), (0, 0), (2, 3))
+    piece = StoredPiece("data", 0, length, len(before), (0, 0), (2, 3))
     manifest = Manifest()
     manifest.tensors = Tensors.of({"model.w": Entry(torch.float32, (2, 3), [piece])})
     manifest.objects["n"] = Stored("data", start, len(count))

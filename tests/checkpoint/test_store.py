@@ -14,7 +14,7 @@ import pytest
 
 from fullshard.checkpoint import CheckpointError, store
 from fullshard.checkpoint.storage import located
-from fullshard.checkpoint.store import Lease, Store
+from fullshard.checkpoint.store import Store, StoreLease
 from fullshard.comm.local_ranks import host_id
 from tests.checkpoint.stores import faults
 
@@ -74,12 +74,12 @@ def lease_of(objects: Store, **holder: Any) -> None:
 
 
 def test_a_lease_is_over_when_it_is_released(objects: Store) -> None:
-    lease = Lease(objects, "lease-")
+    lease = StoreLease(objects, "lease-")
     assert objects.list() == [lease.name]
-    assert not Lease.is_over(objects, lease.name)
+    assert not StoreLease.is_over(objects, lease.name)
     lease.release()
     lease.release()
-    assert Lease.is_over(objects, lease.name)
+    assert StoreLease.is_over(objects, lease.name)
     assert objects.list() == []
 
 
@@ -87,39 +87,39 @@ def test_a_lease_ends_with_its_process(objects: Store) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     lease_of(objects, process=ended.pid, started="1")
-    assert Lease.is_over(objects, "lease")
+    assert StoreLease.is_over(objects, "lease")
     lease_of(objects, process=1, started=store._started(1))
-    assert not Lease.is_over(objects, "lease")
+    assert not StoreLease.is_over(objects, "lease")
     lease_of(objects, process=1, started="another one of this number")
-    assert Lease.is_over(objects, "lease")
+    assert StoreLease.is_over(objects, "lease")
 
 
 def test_a_lease_of_another_host_ends_when_it_is_not_renewed(objects: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     lease_of(objects, host="another")
-    assert not Lease.is_over(objects, "lease")
+    assert not StoreLease.is_over(objects, "lease")
     monkeypatch.setattr(store, "_EXPIRY", -1.0)
-    assert Lease.is_over(objects, "lease")
+    assert StoreLease.is_over(objects, "lease")
     assert objects.list() == ["lease"]
 
 
 def test_a_lease_that_is_left_expires(objects: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    lease = Lease(objects, "lease-")
+    lease = StoreLease(objects, "lease-")
     lease.leave("left-")
     assert objects.list() == [f"left-{lease.key}"]
-    assert not Lease.is_over(objects, f"left-{lease.key}")
+    assert not StoreLease.is_over(objects, f"left-{lease.key}")
     monkeypatch.setattr(store, "_EXPIRY", -1.0)
-    assert Lease.is_over(objects, f"left-{lease.key}")
+    assert StoreLease.is_over(objects, f"left-{lease.key}")
 
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_lease_is_renewed_while_it_is_there(objects: Store, is_there: bool) -> None:
-    lease = Lease(objects, "lease-")
+    lease = StoreLease(objects, "lease-")
     objects.put("newer", b"")
     assert objects.age(lease.name, "newer") >= 0
     if not is_there:
         objects.delete([lease.name])
     lease._renewed -= store._RENEWAL
-    Lease._renew_once()
+    StoreLease._renew_once()
     assert objects.exists(lease.name) == is_there
     assert not is_there or objects.age(lease.name, "newer") < 0
     lease.release()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.buffer.plan import ParamShape, Plan, balance, make_plan
+from fullshard.buffer.plan import BufferPlan, ParamShape, balance, make_plan
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.transport import Reduction, StillRead, Transfer, Transport
 from fullshard.device import Pending
@@ -92,7 +92,7 @@ class Case:
     layout: LayoutName
     sections: tuple[Section, ...]
 
-    def plans(self, size: int) -> list[Plan]:
+    def plans(self, size: int) -> list[BufferPlan]:
         shapes = [[ParamShape(f"p{i}", *shape) for i, shape in enumerate(each.shapes)] for each in self.sections]
         if self.layout == "ragged" and size > 1:
             return [make_plan(ragged(params, size), size) for params in shapes]
@@ -122,7 +122,7 @@ def ragged(params: Sequence[ParamShape], size: int) -> list[ParamShape]:
     return found
 
 
-def cut(plan: Plan, values: Sequence[Tensor], rank: int) -> list[tuple[int, Tensor]]:
+def cut(plan: BufferPlan, values: Sequence[Tensor], rank: int) -> list[tuple[int, Tensor]]:
     """What `rank` owns of `values`: where it begins in the shard, and the elements."""
     if plan.layout == "flat":
         start = rank * plan.shard_numel
@@ -144,7 +144,7 @@ def cut(plan: Plan, values: Sequence[Tensor], rank: int) -> list[tuple[int, Tens
     return chunks
 
 
-def is_kept(plan: Plan, param: ParamShape) -> bool:
+def is_kept(plan: BufferPlan, param: ParamShape) -> bool:
     """Whether every rank has all of a parameter."""
     return plan.layout == "even" and param.dim is None
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.buffer.plan import LayoutName, ParamShape, Piece, Plan, make_plan
+from fullshard.buffer.plan import BufferPlan, LayoutName, ParamShape, Piece, make_plan
 from fullshard.comm.rounds import Direction, Round, Staged, plan_rounds
 
 LARGE = 64 * 1024
@@ -30,7 +30,7 @@ def params(draw: st.DrawFn) -> ParamShape:
 
 
 @st.composite
-def sections(draw: st.DrawFn) -> tuple[tuple[Plan, ...], tuple[int, ...]]:
+def sections(draw: st.DrawFn) -> tuple[tuple[BufferPlan, ...], tuple[int, ...]]:
     world_size = draw(st.integers(1, 6))
     layout: LayoutName = draw(st.sampled_from(["even", "flat"]))
     groups = draw(st.lists(st.lists(params(), max_size=5), min_size=1, max_size=3))
@@ -38,14 +38,14 @@ def sections(draw: st.DrawFn) -> tuple[tuple[Plan, ...], tuple[int, ...]]:
     return plans, tuple(draw(ITEMSIZES) for _ in plans)
 
 
-def elements(plans: tuple[Plan, ...], piece: Piece) -> list[tuple[int, int, int]]:
+def elements(plans: tuple[BufferPlan, ...], piece: Piece) -> list[tuple[int, int, int]]:
     """Section, place in the full buffer and place in the shard of every element."""
     plan = plans[piece.section]
     full, shard = piece.of_full(torch.arange(plan.full_numel)), piece.of_shard(torch.arange(plan.shard_numel))
     return [(piece.section, *place) for place in zip(full.flatten().tolist(), shard.flatten().tolist(), strict=True)]
 
 
-def owned(plans: tuple[Plan, ...], owner: int, with_kept: bool) -> list[tuple[int, int, int]]:
+def owned(plans: tuple[BufferPlan, ...], owner: int, with_kept: bool) -> list[tuple[int, int, int]]:
     found = []
     for section, plan in enumerate(plans):
         whole: set[int] = set()
@@ -65,7 +65,7 @@ def staged(one: Round) -> list[Staged]:
 @given(sections(), CAPACITIES)
 @each_direction
 def test_every_element_travels_once(
-    direction: Direction, chosen: tuple[tuple[Plan, ...], tuple[int, ...]], capacity: int
+    direction: Direction, chosen: tuple[tuple[BufferPlan, ...], tuple[int, ...]], capacity: int
 ) -> None:
     plans, itemsizes = chosen
     for owner in range(plans[0].world_size):
@@ -79,7 +79,7 @@ def test_every_element_travels_once(
 @given(sections(), CAPACITIES)
 @each_direction
 def test_no_round_needs_more_staging_than_there_is(
-    direction: Direction, chosen: tuple[tuple[Plan, ...], tuple[int, ...]], capacity: int
+    direction: Direction, chosen: tuple[tuple[BufferPlan, ...], tuple[int, ...]], capacity: int
 ) -> None:
     plans, itemsizes = chosen
     for one in plan_rounds(plans, itemsizes, 0, LARGE, capacity, direction):
@@ -99,7 +99,7 @@ def test_no_round_needs_more_staging_than_there_is(
 @given(sections())
 @each_direction
 def test_only_what_is_large_has_a_message_of_its_own(
-    direction: Direction, chosen: tuple[tuple[Plan, ...], tuple[int, ...]]
+    direction: Direction, chosen: tuple[tuple[BufferPlan, ...], tuple[int, ...]]
 ) -> None:
     plans, itemsizes = chosen
     for one in plan_rounds(plans, itemsizes, 0, LARGE, 2**40, direction):
@@ -110,7 +110,7 @@ def test_only_what_is_large_has_a_message_of_its_own(
 
 @unhurried
 @given(sections())
-def test_a_gather_stages_no_large_contiguous_piece(chosen: tuple[tuple[Plan, ...], tuple[int, ...]]) -> None:
+def test_a_gather_stages_no_large_contiguous_piece(chosen: tuple[tuple[BufferPlan, ...], tuple[int, ...]]) -> None:
     plans, itemsizes = chosen
     for one in plan_rounds(plans, itemsizes, 0, LARGE, 2**40, "gather"):
         assert not any(piece.is_run for piece, _ in one.whole)

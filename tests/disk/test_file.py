@@ -18,7 +18,7 @@ import torch
 
 from fullshard import DiskError
 from fullshard.disk import file as disk_file
-from fullshard.disk.file import BLOCK, DiskFile, Region, Staging, Work, file_in
+from fullshard.disk.file import BLOCK, DiskFile, DiskStaging, DiskWork, Region, file_in
 
 WAYS = pytest.mark.parametrize("direct", [True, False])
 
@@ -208,15 +208,15 @@ def test_memory_of_the_staging_is_read_and_written_in_place(
 
 
 def test_staging_is_used_again_once_its_work_is_done_and_only_so_much_is_kept() -> None:
-    staging, under_way = Staging(1 << 16), Future[None]()
+    staging, under_way = DiskStaging(1 << 16), Future[None]()
     first = staging.take(1 << 12, torch.float32)
-    staging.give_back([first], Work([under_way]))
+    staging.give_back([first], DiskWork([under_way]))
     other = staging.take(1 << 12, torch.float32)
     assert other.data_ptr() != first.data_ptr()
     under_way.set_result(None)
     assert staging.take(1 << 13, torch.bfloat16).data_ptr() == first.data_ptr(), "of the same bytes"
     for numel in range(1, 100):  # of many sizes
-        staging.give_back([staging.take(1 << 12, torch.float32), staging.take(numel, torch.float32)], Work())
+        staging.give_back([staging.take(1 << 12, torch.float32), staging.take(numel, torch.float32)], DiskWork())
     assert staging._nbytes <= 3 << 15
 
 
@@ -245,8 +245,8 @@ def test_reads_do_not_wait_for_writes_of_other_regions(tmp_path: Path, monkeypat
 
 
 def test_a_slow_disk_is_waited_for_where_its_memory_would_exceed_the_limit() -> None:
-    staging, written = Staging(1 << 12), Future[None]()
-    staging.give_back([staging.take(1 << 10, torch.float32)], Work([written]))
+    staging, written = DiskStaging(1 << 12), Future[None]()
+    staging.give_back([staging.take(1 << 10, torch.float32)], DiskWork([written]))
     threading.Timer(0.05, written.set_result, [None]).start()
     staging.take(1 << 9, torch.float32)  # of another size
     assert written.done()

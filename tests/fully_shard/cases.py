@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import fullshard
 from fullshard.buffer.slots import SlotPool
 from fullshard.group.param_group import ParamGroup
-from fullshard.schedule.step_log import Event
+from fullshard.schedule.step_log import StepEvent
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import CAN_SWAP_MEMORY
 from tests.harness import World
@@ -153,7 +153,7 @@ class Recorder:
 
     def __init__(self, model: Any, *actions: str) -> None:
         self.actions = actions
-        self.events: list[Event] = []
+        self.events: list[StepEvent] = []
         self.stop = model.add_observer(self.events.append)
 
     def take(self) -> list[str]:

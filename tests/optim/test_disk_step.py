@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard import DiskError, DiskOffloadPolicy, OffloadPolicy, checkpoint, fully_shard
-from fullshard.disk.file import DiskFile, Staging
+from fullshard.disk.file import DiskFile, DiskStaging
 from fullshard.disk.tensor import DiskTensor
 from fullshard.optim import disk_step, local_step
 from tests.harness import World, ranks
@@ -252,15 +252,15 @@ def test_memory_of_different_sizes_is_bounded_too(world: World, tmp_path: Path) 
         model: Any = nn.Sequential(*(nn.Linear(192 + 4 * at, 196 + 4 * at) for at in range(24)))
         fully_shard(model, offload_policy=DiskOffloadPolicy(tmp_path, staging_bytes=1 << 22))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        alive, most, take = list[tuple[weakref.ref[Any], int]](), list[int](), Staging.take
+        alive, most, take = list[tuple[weakref.ref[Any], int]](), list[int](), DiskStaging.take
 
-        def note(staging: Staging, *given: Any) -> Tensor:
+        def note(staging: DiskStaging, *given: Any) -> Tensor:
             memory = take(staging, *given)
             alive.append((weakref.ref(memory.untyped_storage()), memory.nbytes))
             most.append(sum(nbytes for storage, nbytes in alive if storage() is not None))
             return memory
 
-        patch.setattr(Staging, "take", note)
+        patch.setattr(DiskStaging, "take", note)
         for _ in range(3):
             model(torch.ones(1, 192)).square().mean().backward()
             optimizer.step()

@@ -10,7 +10,7 @@ import torch
 
 import fullshard
 from fullshard import BackwardPrefetch, ShardingStrategy
-from fullshard.schedule.step_log import Event
+from fullshard.schedule.step_log import StepEvent
 from tests.harness import World, ranks
 from tests.harness.models import MLP, random_batch, seeded
 from tests.harness.wrapper import ORIGINAL, wrap_blocks
@@ -20,7 +20,7 @@ PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 
 def observed(model: Any, *actions: str) -> Callable[[], list[str]]:
     """What the schedule of a model tells from now on: a function that takes what was told since its last call."""
-    told: list[Event] = []
+    told: list[StepEvent] = []
     model.check_is_root()  # which makes it
     model._unit.schedule.log.add_observer(told.append)
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fullshard.buffer.plan import Copies, ParamShape, Piece, Plan, make_plan
+from fullshard.buffer.plan import BufferPlan, Copies, ParamShape, Piece, make_plan
 from fullshard.buffer.sections import Dtypes, starts, views
 from fullshard.buffer.slots import Lease
 from fullshard.torch_private import chunk_cat, storage_id
@@ -43,7 +43,7 @@ class ZeroCopy(NamedTuple):
     number: int
 
 
-def zero_copy_in(plans: Iterable[Plan]) -> list[ZeroCopy]:
+def zero_copy_in(plans: Iterable[BufferPlan]) -> list[ZeroCopy]:
     """The zero-copy parameters of sections, in the order in which they travel."""
     found = list[ZeroCopy]()
     for section, plan in enumerate(plans):
@@ -55,7 +55,7 @@ def zero_copy_in(plans: Iterable[Plan]) -> list[ZeroCopy]:
     return found
 
 
-def vectors(plans: Sequence[Plan], joined: bool = True) -> tuple[Plan, ...]:
+def vectors(plans: Sequence[BufferPlan], joined: bool = True) -> tuple[BufferPlan, ...]:
     """The plans of sections, and behind those that are messages a plan of each zero-copy parameter. With ``joined``,
     messages that are shards end to end are a vector too, of which each rank has one run."""
     if not any(plan.is_messages for plan in plans):
@@ -67,13 +67,13 @@ def vectors(plans: Sequence[Plan], joined: bool = True) -> tuple[Plan, ...]:
     return tuple(vector if vector.end else plan for vector, plan in zip_longest(found, packed))
 
 
-def pieces_alone(plan: Plan, at: int, pitch: int) -> tuple[Piece, ...]:
+def pieces_alone(plan: BufferPlan, at: int, pitch: int) -> tuple[Piece, ...]:
     """The copies of one whole parameter, alone in its memory, to messages that lie ``pitch`` elements apart."""
     alone = make_plan([plan.params[at]], plan.world_size, "even", plan.alignment)
     return replace(alone, ragged_offsets=plan.ragged_offsets[at : at + 1]).pieces_of_all(pitch)
 
 
-def _row(plan: Plan, pitch: int) -> list[tuple[int, int]]:
+def _row(plan: BufferPlan, pitch: int) -> list[tuple[int, int]]:
     """The message of one section: the position of each parameter in it, -1 for a gap, and their elements."""
     row, end = list[tuple[int, int]](), 0
     for at, (param, start) in enumerate(zip(plan.params, plan.shard_offsets, strict=True)):
@@ -88,7 +88,7 @@ class Rows:
     """The messages of one section, which one operation fills with all of its parameters. These are cut along their
     first dim, and have the indices ``members``."""
 
-    def __init__(self, plan: Plan, members: Sequence[int], messages: torch.Tensor) -> None:
+    def __init__(self, plan: BufferPlan, members: Sequence[int], messages: torch.Tensor) -> None:
         self._rows, size = messages.view(plan.world_size, -1), plan.world_size
         row = _row(plan, self._rows.shape[1])
         self._indices = [members[at] if at >= 0 else -1 for at, _ in row]
@@ -119,7 +119,7 @@ class Messages:
         own_bytes: of this rank in all that moves.
     """
 
-    def __init__(self, plans: Sequence[Plan], dtypes: Dtypes, members: Sequence[int], as_bytes: bool) -> None:
+    def __init__(self, plans: Sequence[BufferPlan], dtypes: Dtypes, members: Sequence[int], as_bytes: bool) -> None:
         self.members = members
         self._plans, self._dtypes = [plans[i].packed for i in members], [dtypes[i] for i in members]
         self._numels = [plan.shard_numel for plan in self._plans]

@@ -56,7 +56,7 @@ MOST_TOGETHER = 16
 
 @dataclass(frozen=True)
 class ParamShape:
-    """One parameter as a Plan sees it."""
+    """One parameter as a BufferPlan sees it."""
 
     name: str  # how errors call it
     shape: tuple[int, ...]
@@ -157,7 +157,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BufferPlan:
     """Where parameters begin in the full buffer and in the shards of all ranks. Made by :func:`make_plan`."""
 
     params: tuple[ParamShape, ...]
@@ -212,11 +212,11 @@ class Plan:
         return is_cut and chunk * self.world_size == param.numel
 
     @property
-    def packed(self) -> Plan:
+    def packed(self) -> BufferPlan:
         """The plan of the parameters that are not zero-copy: its shard is the front of this one's."""
         return self.select(i for i in range(len(self.params)) if i not in self.zero_copy) if self.zero_copy else self
 
-    def without(self, least: int) -> Plan:
+    def without(self, least: int) -> BufferPlan:
         """The messages of a single rank, in which parameters of ``least`` elements and more are zero-copy."""
         large = tuple(i for i, param in enumerate(self.params) if param.numel >= least)
         small = self.select(i for i in range(len(self.params)) if i not in large)
@@ -226,7 +226,7 @@ class Plan:
         return replace(plan, zero_copy=large, is_messages=True)
 
     @property
-    def messages(self) -> Plan:
+    def messages(self) -> BufferPlan:
         """The same cut, for a full buffer that has the messages of all ranks (*even* only)."""
         numel = self.packed.shard_numel
         plan = replace(self, full_offsets=self.shard_offsets, full_numel=self.world_size * numel, is_messages=True)
@@ -258,14 +258,14 @@ class Plan:
         edges = zip([0, *ends], [*self.full_offsets, self.full_numel], strict=True)
         return [(end, start) for end, start in edges if end < start]
 
-    def over(self, ranks: int) -> Plan:
+    def over(self, ranks: int) -> BufferPlan:
         """The same parameters where they lie, each as a vector, cut by *even* over another number of ranks."""
         params = tuple(ParamShape(param.name, (param.numel,)) for param in self.params)
         least = self.least_zero_copy // self.world_size * ranks
         plan = replace(self, params=params, world_size=ranks, layout="even", least_zero_copy=least, zero_copy=())
         return _cut(replace(plan, is_messages=False, message_offsets=()))
 
-    def inside(self, rank: int, parts: int) -> Plan:
+    def inside(self, rank: int, parts: int) -> BufferPlan:
         """The shard of ``rank`` as a full buffer, where each parameter's chunk is cut again into ``parts`` (*even*)."""
         shapes = (each.chunk_shape(rank, self.world_size) for each in self.params)
         both = zip(self.params, shapes, strict=True)
@@ -274,7 +274,7 @@ class Plan:
         plan = replace(self, params=params, world_size=parts, least_zero_copy=least, zero_copy=(), is_messages=False)
         return _cut(replace(plan, full_offsets=self.shard_offsets, full_numel=self.shard_numel, message_offsets=()))
 
-    def select(self, indices: Iterable[int]) -> Plan:
+    def select(self, indices: Iterable[int]) -> BufferPlan:
         """The plan of some of the parameters: cut as here, at the same place in the full buffer, in another shard. Of
         *flat* it is the plan itself, which cannot leave any out."""
         chosen = tuple(indices)
@@ -291,7 +291,7 @@ def make_plan(
     layout: LayoutName = "even",
     alignment: int = ALIGNMENT,
     together: bool = False,
-) -> Plan:
+) -> BufferPlan:
     """Lay out ``params``, in the order in which they lie, over ``world_size`` ranks.
 
     Each parameter in the full buffer, and the shard of each rank (*even*), begins on a multiple of ``alignment``, which
@@ -307,12 +307,12 @@ def make_plan(
 @lru_cache(maxsize=4096)
 def _make_plan(
     params: tuple[ParamShape, ...], world_size: int, layout: LayoutName, alignment: int, together: bool
-) -> Plan:
+) -> BufferPlan:
     full_offsets, full_numel = _end_to_end((param.numel for param in params), alignment)
     least = LEAST_ZERO_COPY * world_size
     if together:
         least = min(least, max(LEAST_TOGETHER, full_numel // MOST_TOGETHER))
-    plan = Plan(params, world_size, layout, full_offsets, full_numel, (), 0, alignment, least)
+    plan = BufferPlan(params, world_size, layout, full_offsets, full_numel, (), 0, alignment, least)
     if layout == "even":
         return _cut(plan)
     if layout != "flat":
@@ -322,7 +322,7 @@ def _make_plan(
 
 
 @lru_cache(maxsize=4096)
-def _cut(plan: Plan) -> Plan:
+def _cut(plan: BufferPlan) -> BufferPlan:
     """The plan with the shards of *even*; that of a single rank is the full buffer, if it has all parameters."""
     alignment = math.gcd(CHUNK_ALIGNMENT, plan.alignment) if plan.world_size > 1 else plan.alignment
     numels = [math.prod(param.chunk_shape(0, plan.world_size)) for param in plan.params]
@@ -390,7 +390,7 @@ def _align(numel: int, alignment: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _pieces(plan: Plan, ranks: range, pitch: int, section: int = 0) -> tuple[Piece, ...]:
+def _pieces(plan: BufferPlan, ranks: range, pitch: int, section: int = 0) -> tuple[Piece, ...]:
     """What ``ranks`` own, when their shards begin ``pitch`` elements apart: two pieces for each parameter, or fewer."""
     params = zip(plan.params, plan.full_offsets, plan.shard_offsets, strict=plan.layout == "even")
     if plan.layout == "flat":  # cut like one parameter, with the padding between parameters and not that at the tail

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from fullshard.buffer.plan import Plan, make_plan
+from fullshard.buffer.plan import BufferPlan, make_plan
 
 #: Bytes to which sections, and everything on its way, are aligned: a cache line, and more than any dtype asks for.
 ALIGNMENT = 64
@@ -26,7 +26,7 @@ class Section:
 
     dtype: torch.dtype  # in which they are stored
     members: tuple[int, ...]  # which of the group's parameters they are, in the order of ``plan.params``
-    plan: Plan
+    plan: BufferPlan
 
     def over(self, ranks: int) -> Section:
         """The same parameters, none of them ragged, cut over another number of ranks (*even* only)."""

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import plain
 from fullshard.checkpoint.blocks import CorruptCheckpointError
-from fullshard.checkpoint.manifest import Entry, Manifest, Piece, Stored, StoredFile, Tensors, check, dtype_of
+from fullshard.checkpoint.manifest import Entry, Manifest, Stored, StoredFile, StoredPiece, Tensors, check, dtype_of
 from fullshard.torch_private import storage_info
 
 #: Pieces are aligned to multiples of this many bytes, as torch aligns values.
@@ -82,7 +82,7 @@ def _described(metadata: dict[str, Any], path: Path) -> Manifest:
         for chunk in stored["chunks"]:
             box = _fields(chunk, "ChunkStorageMetadata")
             offsets = _numbers(box["offsets"])
-            entry.pieces.append(Piece(*locations[_text(name), offsets], -1, offsets, _numbers(box["sizes"])))
+            entry.pieces.append(StoredPiece(*locations[_text(name), offsets], -1, offsets, _numbers(box["sizes"])))
             count += 1
             if count > len(locations):  # many tensors may refer to one list of pieces
                 raise ValueError("it has more pieces than stored runs of bytes")
@@ -310,7 +310,7 @@ def _check_values(data: bytes, sizes: Mapping[str, int]) -> None:
     def check(each: Any) -> None:
         if isinstance(each, plain.Made):
             check_call(each.function, each.args)
-        elif isinstance(each, plain.Stored):
+        elif isinstance(each, plain.PlainTensor):
             _, storage, key, _, count = each.id
             nbytes = count * _STORAGES[storage.name.removesuffix("Storage")].itemsize
             if sizes[f"data/{key}".lower()] != nbytes or type(count) is not int:

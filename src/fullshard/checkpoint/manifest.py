@@ -38,7 +38,7 @@ _MARK = re.compile(rb'\{"checksum": "([0-9a-f]{16})"')
 _MANIFEST = re.compile(rb'\{"checksum": "([0-9a-f]{16})", "manifest": (.*)\}\n', re.DOTALL)
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """A box of a tensor, stored in one run of bytes."""
 
     file: str
@@ -55,7 +55,7 @@ class Entry:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[StoredPiece] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -91,10 +91,10 @@ class Kind:
             }
         return {(offsets, sizes) for _, offsets, sizes in found}
 
-    def piece(self, number: int, at: int) -> Piece:
+    def piece(self, number: int, at: int) -> StoredPiece:
         """A piece of one of the tensors."""
         (file, length, head, offsets, sizes), start = self.pieces[number], self.starts[number][at]
-        return Piece(file, start, length, start + head if head >= 0 else -1, offsets, sizes)
+        return StoredPiece(file, start, length, start + head if head >= 0 else -1, offsets, sizes)
 
 
 class Tensors(Mapping[str, Entry]):

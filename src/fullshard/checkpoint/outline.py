@@ -14,7 +14,7 @@ import torch
 
 from fullshard.checkpoint import dcp
 from fullshard.checkpoint.layout import Box
-from fullshard.checkpoint.manifest import Piece, Stored
+from fullshard.checkpoint.manifest import Stored, StoredPiece
 
 #: Stands in an outline for the attempt that makes the names of files unique, as the descriptions of all saves of a
 #: model are to be the same.
@@ -97,7 +97,9 @@ class Outline(NamedTuple):
         at += len(between[0])
         for (names, shape, offsets, _), (dtype, sizes) in zip(self.boxes, self.kinds, strict=True):
             before, after, length = dcp.around(dtype, tuple(sizes))
-            tensors.append((names, dtype, shape, Piece(self.name, at, length, at + len(before), offsets, tuple(sizes))))
+            tensors.append(
+                (names, dtype, shape, StoredPiece(self.name, at, length, at + len(before), offsets, tuple(sizes)))
+            )
             between[-1:] = concatenate(between[-1], before), after
             at += len(before) + sizes.numel() * dtype.itemsize + len(after)
         return tensors, values, between

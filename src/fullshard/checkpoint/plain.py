@@ -36,7 +36,7 @@ class Made:
         self.function, self.args, self.state, self.items = function, args, None, list[Any]()
 
 
-class Stored(NamedTuple):
+class PlainTensor(NamedTuple):
     """A reference by a persistent id, such as the storage of a tensor."""
 
     id: Any
@@ -108,7 +108,7 @@ def parse(data: bytes, visit: Callable[[Any], object] = lambda _: None) -> Any:
                 raise UnpicklingError("it gives a state to something that is not an object")
             stack[-1].state = state
         elif name == "BINPERSID":
-            stack.append(Stored(stack.pop()))
+            stack.append(PlainTensor(stack.pop()))
             visit(stack[-1])
         elif name == "STOP":
             return stack.pop()

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from fullshard.checkpoint.blocks import CheckpointError, without_collections
 from fullshard.checkpoint.convert import WrongUse, tensors_of
 from fullshard.checkpoint.load import Loading
-from fullshard.checkpoint.manifest import Entry, Location, Manifest, Piece, Tensors, few
+from fullshard.checkpoint.manifest import Entry, Location, Manifest, StoredPiece, Tensors, few
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.reader import Checkpoint, Target, list_checkpoints
 from fullshard.checkpoint.selection import Selection
@@ -81,7 +81,9 @@ class _Files(Checkpoint):
         entries = {}
         for name, tensor in self._mapped.items():  # a piece's file is the name in the files, which rename keeps
             shape = tuple(tensor.shape)
-            entries[f"model.{name}"] = Entry(tensor.dtype, shape, [Piece(name, 0, 0, -1, (0,) * len(shape), shape)])
+            entries[f"model.{name}"] = Entry(
+                tensor.dtype, shape, [StoredPiece(name, 0, 0, -1, (0,) * len(shape), shape)]
+            )
         self.manifest = Manifest(tensors=Tensors.of(entries))
 
     def read(self, targets: Iterable[Target]) -> None:

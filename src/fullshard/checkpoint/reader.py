@@ -24,7 +24,7 @@ from fullshard.checkpoint.manifest import (
     Kind,
     Location,
     Manifest,
-    Piece,
+    StoredPiece,
     Tensors,
     decode,
     few,
@@ -342,7 +342,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 class _Part(NamedTuple):
     """The intersection of a piece and a box to read."""
 
-    piece: Piece
+    piece: StoredPiece
     dtype: torch.dtype
     into: torch.Tensor
     begins: tuple[int, ...]  # its offsets in the piece
@@ -351,7 +351,7 @@ class _Part(NamedTuple):
     stop: int
 
     @classmethod
-    def of(cls, piece: Piece, dtype: torch.dtype, offsets: Sequence[int], into: torch.Tensor) -> _Part | None:
+    def of(cls, piece: StoredPiece, dtype: torch.dtype, offsets: Sequence[int], into: torch.Tensor) -> _Part | None:
         """``None`` if they have no element in common."""
         lows, shape = [*map(max, piece.offsets, offsets)], into.shape
         ends = map(min, map(operator.add, piece.offsets, piece.sizes), map(operator.add, offsets, shape))

@@ -36,7 +36,7 @@ from functools import cache, cached_property, partial
 
 from fullshard.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, CheckpointError, CorruptCheckpointError
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Location, StoredFile, entry_of, name_of, number_of
-from fullshard.checkpoint.store import NOW, Lease, Store
+from fullshard.checkpoint.store import NOW, Store, StoreLease
 from fullshard.platforms import after_fork
 from fullshard.policies import warn
 
@@ -108,7 +108,7 @@ class ObjectStorage:
             if not self._is_free(path, found):
                 again += 1
                 continue
-            lease = Lease(self._store, f"{_WRITING}{name}-")
+            lease = StoreLease(self._store, f"{_WRITING}{name}-")
             found = self._store.list()
             # Of two saves that choose a name at once, at least one finds the lease of the other one, or its manifest.
             if not _users(name, found, lease) and not ObjectFiles(path).is_published():
@@ -129,7 +129,7 @@ class ObjectStorage:
         return ObjectPartial(self.directory / name, 0, key)
 
     def remove(self, path: Location) -> bool:
-        lease = Lease(self._store, f"{_REMOVING}{path.name}-")  # so that no save begins here now
+        lease = StoreLease(self._store, f"{_REMOVING}{path.name}-")  # so that no save begins here now
         try:
             is_removed = not _users(path.name, self._store.list(), lease) and _remove(Store(path), lease)
         except BaseException:
@@ -144,7 +144,7 @@ class ObjectStorage:
         try:
             for name in found:
                 lease = _LEASE.fullmatch(name)
-                if (lease or name.startswith(NOW)) and Lease.is_over(self._store, name):
+                if (lease or name.startswith(NOW)) and StoreLease.is_over(self._store, name):
                     is_left = True
                     if lease:
                         self._clean(*lease.groups())
@@ -154,7 +154,7 @@ class ObjectStorage:
             for name in self._steps(found)[:1]:  # readers mostly read the newest
                 store = Store(self.directory / name)
                 store.delete(
-                    [each for each in store.list() if each.startswith(_READING) and Lease.is_over(store, each)]
+                    [each for each in store.list() if each.startswith(_READING) and StoreLease.is_over(store, each)]
                 )
         except CheckpointError as error:
             warn(f"what an interrupted save has left in {self.directory} could not be removed: {error}")
@@ -198,13 +198,13 @@ def _number(name: str) -> tuple[int, int]:
     return number_of(name) or (-1, 0)
 
 
-def _users(name: str, found: Iterable[str], own: Lease | None = None) -> list[str]:
+def _users(name: str, found: Iterable[str], own: StoreLease | None = None) -> list[str]:
     """The leases in a listing, but for one's own, because of which a save of this name must not begin."""
     leases = [each for each in map(_LEASE.fullmatch, found) if each and each[2] == name and each[1] != _FAILED]
     return [each[0] for each in leases if own is None or each[0] != own.name]
 
 
-def _remove(store: Store, lease: Lease) -> bool:
+def _remove(store: Store, lease: StoreLease) -> bool:
     """Removes a checkpoint, unless somebody reads it. Returns whether it did."""
     names = MANIFEST, METADATA
     data = [*_threads().map(store.get, names)]
@@ -222,7 +222,7 @@ def _remove(store: Store, lease: Lease) -> bool:
 
 
 def _is_pinned(store: Store, names: Iterable[str]) -> bool:
-    return any(not Lease.is_over(store, name) for name in names if name.startswith(_READING))
+    return any(not StoreLease.is_over(store, name) for name in names if name.startswith(_READING))
 
 
 def _delete_all(store: Store, names: Iterable[str]) -> None:
@@ -234,7 +234,7 @@ class ObjectPartial:
 
     largest = float(_OBJECT)
 
-    def __init__(self, path: Location, step: int, key: str, lease: Lease | None = None) -> None:
+    def __init__(self, path: Location, step: int, key: str, lease: StoreLease | None = None) -> None:
         self.path, self.step, self.attempt = path, step, key
         self._store, self._lease = Store(path), lease
         self._under_way: dict[Future[None], int] = {}  # with the size of each object
@@ -334,7 +334,7 @@ class ObjectFiles:
         unpin: Callable[[], object] = lambda: None  # noqa: E731
         if not self._store.is_web:
             with suppress(CheckpointError, NotImplementedError):  # a store that this process may not write to
-                unpin = weakref.finalize(owner, Lease(self._store, _READING).release)
+                unpin = weakref.finalize(owner, StoreLease(self._store, _READING).release)
         if number_of(self.path.name):  # what is read next, at the same time as the manifest
             self._metadata = _threads().submit(self._store.get, METADATA)
             _ = None if self._store.is_web else self._sizes

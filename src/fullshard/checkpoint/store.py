@@ -241,7 +241,7 @@ class Store:
         raise AssertionError
 
 
-class Lease:
+class StoreLease:
     """An object by which this process holds others. It is renewed in the background until it is released.
 
     Nobody else ever makes an object of its name. So a request about it does no harm, however late it arrives.
@@ -250,7 +250,7 @@ class Lease:
         key: the end of its name, which no other lease has.
     """
 
-    _held: ClassVar[weakref.WeakValueDictionary[str, Lease]] = weakref.WeakValueDictionary()
+    _held: ClassVar[weakref.WeakValueDictionary[str, StoreLease]] = weakref.WeakValueDictionary()
     _renewing: threading.Thread | None = None
 
     def __init__(self, store: Store, prefix: str) -> None:
@@ -261,8 +261,8 @@ class Lease:
         self._data = _holder(self.key)
         self._held[self.key] = self  # not later: other threads take it for the lease of a process that has ended
         if self._renewing is None or not self._renewing.is_alive():
-            Lease._renewing = threading.Thread(target=self._renew, name="fullshard-leases", daemon=True)
-            Lease._renewing.start()
+            StoreLease._renewing = threading.Thread(target=self._renew, name="fullshard-leases", daemon=True)
+            StoreLease._renewing.start()
         store.put(self.name, self._data)
 
     @classmethod
@@ -341,7 +341,7 @@ def _started(process: int) -> str:
 
 def _forget_parent() -> None:
     """Ends what a forked process has of its parent's leases, and of the thread that renews them."""
-    Lease._held, Lease._renewing = weakref.WeakValueDictionary(), None
+    StoreLease._held, StoreLease._renewing = weakref.WeakValueDictionary(), None
 
 
 after_fork(_forget_parent)

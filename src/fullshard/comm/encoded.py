@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from fullshard.buffer.messages import vectors, zero_copy_in
-from fullshard.buffer.plan import Piece, Plan
+from fullshard.buffer.plan import BufferPlan, Piece
 from fullshard.buffer.sections import align
 from fullshard.buffer.slots import SHARED
 from fullshard.comm.sums import SUM_DTYPES, Sum, blocks, check_summable, divide_, scratch_bytes
@@ -68,7 +68,7 @@ class EncodedMessage(NamedTuple):
 
 @lru_cache(maxsize=2048)
 def lay_out_message(
-    plans: tuple[Plan, ...], dtypes: tuple[torch.dtype, ...], wire: Wire, owner: int, sums: bool
+    plans: tuple[BufferPlan, ...], dtypes: tuple[torch.dtype, ...], wire: Wire, owner: int, sums: bool
 ) -> EncodedMessage:
     """The message with the parts of ``owner``: from it to any other rank or, if they are summed up, to it."""
     chunks, exact, pieces = list[EncodedChunk](), list[tuple[Piece, int]](), list[tuple[Piece, int]]()
@@ -164,7 +164,7 @@ class EncodedRoute:
         self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
     ) -> Pending:
         shards = [*shards, *(shards[each.section][each.chunk] for each in self.zero_copy)]
-        exchange = _Exchange(self, shards, [*self.fulls, *zero_copy], reduction.divisor)
+        exchange = _EncodedExchange(self, shards, [*self.fulls, *zero_copy], reduction.divisor)
         if exchange.carrier.runs_beside:
             exchange.running = _threads.submit(exchange.run)
         else:
@@ -172,7 +172,7 @@ class EncodedRoute:
         return exchange
 
 
-class _Exchange:
+class _EncodedExchange:
     """Messages on their way."""
 
     running: Future[None] | None = None  # all of it, in another thread

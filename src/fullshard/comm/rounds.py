@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from fullshard.buffer.plan import Piece, Plan
+from fullshard.buffer.plan import BufferPlan, Piece
 from fullshard.buffer.sections import align
 from fullshard.comm.transport import Direction
 
@@ -60,7 +60,12 @@ class Round(NamedTuple):
 
 @lru_cache(maxsize=2048)
 def plan_rounds(
-    plans: tuple[Plan, ...], itemsizes: tuple[int, ...], owner: int, large: int, capacity: int, direction: Direction
+    plans: tuple[BufferPlan, ...],
+    itemsizes: tuple[int, ...],
+    owner: int,
+    large: int,
+    capacity: int,
+    direction: Direction,
 ) -> tuple[Round, ...]:
     """The rounds in which the parts of ``owner`` get from it to any other rank (``gather``), or from any other to it. A
     piece of ``large`` bytes or more gets a message of its own; ``capacity`` is the staging of a round, in bytes."""
@@ -84,7 +89,7 @@ def plan_rounds(
 
 
 def _pieces(
-    plans: Sequence[Plan], itemsizes: Sequence[int], owner: int, large: int, with_kept: bool
+    plans: Sequence[BufferPlan], itemsizes: Sequence[int], owner: int, large: int, with_kept: bool
 ) -> Iterator[Piece]:
     """The pieces of ``owner``; rows that are large are pieces of their own."""
     for section, (plan, itemsize) in enumerate(zip(plans, itemsizes, strict=True)):

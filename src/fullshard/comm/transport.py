@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from fullshard.buffer.plan import Piece, Plan
+from fullshard.buffer.plan import BufferPlan, Piece
 from fullshard.buffer.shared_memory import Segment
 from fullshard.comm.local_ranks import PassBarrier
 from fullshard.device import Done, Pending
@@ -27,7 +27,7 @@ DIRECTIONS: tuple[Direction, Direction] = ("gather", "reduce")
 class Transfer(NamedTuple):
     """One typed section of a group on its way: where it lies whole, and where this rank's part of it lies."""
 
-    plan: Plan  # how the two correspond; its ``world_size`` is the size of the process group
+    plan: BufferPlan  # how the two correspond; its ``world_size`` is the size of the process group
     full: torch.Tensor  # 1-D, of ``plan.full_numel`` elements
     shard: torch.Tensor  # 1-D, of ``plan.shard_numel`` elements, contiguous, starting on a 16-byte boundary
 

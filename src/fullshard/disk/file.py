@@ -54,7 +54,7 @@ def file_in(directory: Path, direct: bool, staging_bytes: int) -> DiskFile:
     return found
 
 
-class Work:
+class DiskWork:
     """Blocks that are read or written beside the caller."""
 
     #: For how many seconds this process has waited for its disks.
@@ -66,7 +66,7 @@ class Work:
         self.blocks = blocks
 
     @classmethod
-    def of(cls, works: Iterable[Work]) -> Work:
+    def of(cls, works: Iterable[DiskWork]) -> DiskWork:
         """The blocks of several."""
         return cls([block for work in works for block in work.blocks])
 
@@ -88,17 +88,17 @@ class Work:
             begin = time.monotonic_ns()
             wait(self.blocks)
             end = time.monotonic_ns()
-            Work.waited_seconds += (end - begin) / 1e9
-            Work.on_wait(begin, end)
+            DiskWork.waited_seconds += (end - begin) / 1e9
+            DiskWork.on_wait(begin, end)
 
 
-class Staging:
+class DiskStaging:
     """Memory for what is read and written, which is used again: fresh memory costs as much as a read."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._nbytes = limit, 0  # of all memory; more only while it is in use
         self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # by size
-        self._leaving = deque[tuple[Sequence[torch.Tensor], Work]]()
+        self._leaving = deque[tuple[Sequence[torch.Tensor], DiskWork]]()
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for so many elements, with any values. Waits for the disk rather than exceed the limit."""
@@ -120,7 +120,7 @@ class Staging:
         start = -memory.data_ptr() % _ALIGNMENT
         return memory[start : start + nbytes].view(dtype)
 
-    def give_back(self, memory: Sequence[torch.Tensor], work: Work) -> None:
+    def give_back(self, memory: Sequence[torch.Tensor], work: DiskWork) -> None:
         """Let the memory be used again once the work is done."""
         self._leaving.append((memory, work))
 
@@ -138,9 +138,9 @@ class DiskFile:
 
     def __init__(self, directory: Path, direct: bool = True, staging_bytes: int = 1 << 26) -> None:
         self.directory, self.direct, self.staging_bytes, self.nbytes = directory, direct, staging_bytes, 0
-        self.staging = Staging(staging_bytes)
+        self.staging = DiskStaging(staging_bytes)
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # where regions begin that are free, by size
-        self._behind: deque[tuple[Work, int]] = deque()
+        self._behind: deque[tuple[DiskWork, int]] = deque()
         self.lock = threading.RLock()  # a region may be freed, by a collection, while another is allocated
         self._local, self._process = threading.local(), os.getpid()
         try:
@@ -191,15 +191,15 @@ class DiskFile:
         with self.lock:
             self._free[size].append(start)
 
-    def submit(self, verb: str, move: Callable[[int], None], blocks: Sequence[int]) -> Work:
+    def submit(self, verb: str, move: Callable[[int], None], blocks: Sequence[int]) -> DiskWork:
         """Move blocks beside the caller. Raises RuntimeError in a forked process."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 "a parameter that is offloaded to a disk was used in a forked process: use it where the model was made"
             )
-        return Work([self._threads[verb].submit(move, number) for number in blocks])
+        return DiskWork([self._threads[verb].submit(move, number) for number in blocks])
 
-    def bound(self, work: Work, nbytes: int) -> None:
+    def bound(self, work: DiskWork, nbytes: int) -> None:
         """Wait for earlier writes until those under way, the last of which is ``work``, have few bytes together."""
         bound_freed(self.staging_bytes)
         self._behind.append((work, nbytes))
@@ -242,7 +242,7 @@ class Region:
         self.file, self.numel, self.dtype, self.what, self.writes = file, numel, dtype, what, 0
         self._start = start
         self._checksums: list[int | None] = [None] * -(-size // BLOCK)  # ``None``: never written, so it is zeros
-        self._last = Work()  # what is under way here
+        self._last = DiskWork()  # what is under way here
         self._failures: dict[int, DiskError] = {}  # of the blocks that were not written the last time
         weakref.finalize(self, file.free, start, size).atexit = False
 
@@ -255,16 +255,16 @@ class Region:
         """The elements of a block. Parts of a region begin at multiples of it."""
         return BLOCK // self.dtype.itemsize
 
-    def read(self, target: torch.Tensor, start: int = 0) -> Work:
+    def read(self, target: torch.Tensor, start: int = 0) -> DiskWork:
         """Start to fill ``target`` (1-D, contiguous, any dtype) with the elements from ``start`` on."""
         return self._move(target, start, "read", self._read)
 
-    def write(self, values: torch.Tensor, start: int = 0) -> Work:
+    def write(self, values: torch.Tensor, start: int = 0) -> DiskWork:
         """Start to write ``values`` (1-D, contiguous, of the dtype), as the elements from ``start`` on. They must not
         change before it is done. They end where a block or the region ends."""
         return self._move(values, start, "write", self._write)
 
-    def _move(self, tensor: torch.Tensor, start: int, verb: str, move: Callable[..., None]) -> Work:
+    def _move(self, tensor: torch.Tensor, start: int, verb: str, move: Callable[..., None]) -> DiskWork:
         assert start % self.step == 0, "parts of a region begin where a block begins"
         tensor = tensor.detach()
         first = start // self.step
@@ -278,7 +278,7 @@ class Region:
                 move(number, tensor[number * self.step - start : (number + 1) * self.step - start])
 
             work = self.file.submit(verb, run, blocks)
-            self._last = Work([*(each for each in before.blocks if not each.done()), *work.blocks])
+            self._last = DiskWork([*(each for each in before.blocks if not each.done()), *work.blocks])
         return work
 
     def _read(self, number: int, target: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fullshard.buffer.plan import Plan, balance, make_plan
+from fullshard.buffer.plan import BufferPlan, balance, make_plan
 from fullshard.buffer.sections import Section
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.transport import Direction, Transport, Wire, make_wire
@@ -122,7 +122,7 @@ class GroupContext:
             self.own_sections = tuple(section.inside(rank, replicas) for section in self.sections)
         self.compute_dtypes = list(map(self.compute_dtype, firsts))
 
-    def plan(self, members: Sequence[int]) -> Plan:
+    def plan(self, members: Sequence[int]) -> BufferPlan:
         """The layout of parameters of one dtype."""
         shapes = [self.params[i].plan_shape for i in members]
         together = self.transport.launches_together(self.data.shard_group, self.device)

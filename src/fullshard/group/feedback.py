@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from fullshard.buffer.messages import vectors, zero_copy_in
-from fullshard.buffer.plan import Plan
+from fullshard.buffer.plan import BufferPlan
 from fullshard.buffer.sections import Section
 from fullshard.comm.transport import PLAIN_SUM, Feedback, Reduction, Transfer, Wire
 from fullshard.group.context import GroupContext
@@ -29,7 +29,7 @@ from fullshard.group.reduction import Part, ReductionPlan, ScatterHop
 _DTYPE = torch.bfloat16
 
 
-def feedback_bytes(group: GroupContext, plans: Sequence[Plan]) -> int:
+def feedback_bytes(group: GroupContext, plans: Sequence[BufferPlan]) -> int:
     """Bytes that are kept for gradients with these plans, between replicas too."""
     beside = zero_copy_in(plan for plan in plans if plan.is_messages)
     numel = sum(plan.full_numel for plan in plans) + sum(each.numel for each in beside) * group.data.shard_size

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from fullshard.buffer.messages import zero_copy_in
-from fullshard.buffer.plan import Plan
+from fullshard.buffer.plan import BufferPlan
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.device import HoldingMark
@@ -441,7 +441,7 @@ class Gradients:
         return made
 
     def _gradients_in(
-        self, plan: Plan, rank: int, members: Sequence[int], wanted: frozenset[int]
+        self, plan: BufferPlan, rank: int, members: Sequence[int], wanted: frozenset[int]
     ) -> list[IndexedTensor]:
         """The gradients that are wanted, in the shard that ``rank`` has by a plan, on meta."""
         shard = torch.empty(plan.shard_numel, device="meta")

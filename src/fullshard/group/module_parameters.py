@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.buffer.plan import Plan
+from fullshard.buffer.plan import BufferPlan
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
 from fullshard.group.parameter import IndexedTensor, Location, ShardedParameter, chunk_views, local_tensor
@@ -64,7 +64,7 @@ class ModuleParameters:
         return self._shown.is_unsharded
 
     def gradient_views(
-        self, indices: Sequence[int], plan: Plan, shard: torch.Tensor, rank: int
+        self, indices: Sequence[int], plan: BufferPlan, shard: torch.Tensor, rank: int
     ) -> Iterable[IndexedTensor]:
         """Which parts of the reduced ``shard`` of ``rank`` are the gradients of which parameters."""
         return chunk_views(self._group.params, indices, plan, shard, rank)

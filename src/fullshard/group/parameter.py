@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fullshard import torch_private as private
-from fullshard.buffer.plan import ALIGNMENT, LayoutName, ParamShape, Plan
+from fullshard.buffer.plan import ALIGNMENT, BufferPlan, LayoutName, ParamShape
 from fullshard.buffer.sections import Section
 from fullshard.comm.waits import waiting
 from fullshard.group.mesh import DataMesh
@@ -141,7 +141,7 @@ class ShardedParameter:
         placements = [RaggedShard(0, cuts, self.name) if each.is_shard() else each for each in self.spec.placements]
         self.spec = private.altered_spec(self.spec, None, placements)
 
-    def note_plan(self, plan: Plan, position: int) -> None:
+    def note_plan(self, plan: BufferPlan, position: int) -> None:
         """Note where the parameter lies in its group's plan."""
 
     def rename(self, name: str) -> None:
@@ -402,7 +402,7 @@ def whole_views(params: Sequence[ShardedParameter], section: Section, full: torc
 
 
 def chunk_views(
-    params: Sequence[ShardedParameter], members: Sequence[int], plan: Plan, shard: torch.Tensor, rank: int
+    params: Sequence[ShardedParameter], members: Sequence[int], plan: BufferPlan, shard: torch.Tensor, rank: int
 ) -> Iterator[IndexedTensor]:
     """The part that ``rank`` holds of each parameter of a plan, by its index in the group, as it lies in a shard."""
     for position, index in enumerate(members):

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from fullshard.buffer.plan import Plan
+from fullshard.buffer.plan import BufferPlan
 from fullshard.buffer.sections import starts, views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.all_reduce import sum_route
@@ -34,7 +34,7 @@ class Part:
     """The parameters of one section that take part in a reduction."""
 
     indices: tuple[int, ...]
-    plan: Plan
+    plan: BufferPlan
     full: torch.Tensor  # where their gradients lie
     allocate: Callable[[], torch.Tensor]  # memory for the reduced values, in the dtype in which they are written
     home_dtype: torch.dtype  # of ``param.grad``
@@ -43,7 +43,7 @@ class Part:
 
 
 def make_part(
-    gradients: Sequence[IndexedTensor], plan: Plan, full: torch.Tensor, dtype: torch.dtype, home: torch.dtype
+    gradients: Sequence[IndexedTensor], plan: BufferPlan, full: torch.Tensor, dtype: torch.dtype, home: torch.dtype
 ) -> Part:
     """The part with these gradients in the shard of ``plan``, which is reduced in ``dtype``."""
     views = [view for _, view in gradients]
@@ -56,10 +56,8 @@ def make_part(
 
 
 class Hop:
-    """What follows the reduce-scatter: the sum over replicas that have whole shards, if there are any, in place.
-
-    ``parts`` are what comes of it. A user's function may sum, or change what comes.
-    """
+    """What follows the reduce-scatter: the sum over replicas that have whole shards, if there are any, in place. A
+    user's function may sum, or change the result, which has ``parts``."""
 
     lends_memory = False  # whether what the reduce-scatter gives lies in memory for the next reduction
 
@@ -90,11 +88,8 @@ class Hop:
 
 
 class ScatterHop(Hop):
-    """A reduce-scatter over replicas, each of which has a part of the shard between steps.
-
-    ``shards`` are what the ranks of a replica have reduced. ``losses`` has what encodings have lost of each parameter,
-    where that lay last.
-    """
+    """A reduce-scatter over replicas, each of which has a part of the shard between steps. ``shards`` are what the
+    ranks of a replica have reduced. ``losses`` has what encodings have lost of each parameter, where that lay last."""
 
     lends_memory = True
 

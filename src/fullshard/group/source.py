@@ -23,7 +23,7 @@ from fullshard.buffer.sections import shard_bytes, shard_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Route, Transfer
 from fullshard.device import PASSED, Mark, Pending, host_memory, is_host, mark_now
-from fullshard.disk.file import Region, Work
+from fullshard.disk.file import DiskWork, Region
 from fullshard.disk.tensor import in_memory_order
 from fullshard.group.context import GroupContext
 from fullshard.group.mesh import DataMesh
@@ -119,7 +119,7 @@ class DiskSource(StagedSource):
 
     def __init__(self, group: GroupContext, shard: ShardBuffer) -> None:
         super().__init__(group, shard)
-        self._reads = Work()
+        self._reads = DiskWork()
         self._ahead: Values | None = None  # what is read ahead
 
     def start(self, values: Values) -> None:
@@ -127,7 +127,7 @@ class DiskSource(StagedSource):
             return
         self.release()
         self._take()
-        group, reads = self._group, list[Work]()
+        group, reads = self._group, list[DiskWork]()
         for section, view, staged in zip(group.own_sections, self._shard.views, self.views, strict=True):
             if section.members[0] not in self._shard.on_disk:
                 with torch.no_grad():
@@ -135,16 +135,16 @@ class DiskSource(StagedSource):
                 continue
             for index, chunk in chunk_views(group.params, section.members, section.plan, staged, group.own_rank):
                 reads.append(self._read(self._shard.on_disk[index].region, in_memory_order(chunk)))
-        self._reads, self._ahead = Work.of(reads), values
+        self._reads, self._ahead = DiskWork.of(reads), values
 
-    def _read(self, region: Region, staged: torch.Tensor) -> Work:
+    def _read(self, region: Region, staged: torch.Tensor) -> DiskWork:
         device = self._group.device
         if is_host(device):
             return region.read(staged)
         memory = host_memory(staged.shape, region.dtype, device, self._group.offloaded.pins_memory)
         region.read(memory).wait()
         staged.copy_(memory)
-        return Work()
+        return DiskWork()
 
     def start_ahead(self, values: Values, is_needed: bool) -> None:
         if is_needed:
@@ -152,7 +152,7 @@ class DiskSource(StagedSource):
 
     def finish(self) -> None:
         """Wait for what is read. Raises DiskError."""
-        self._ahead, reads, self._reads = None, self._reads, Work()
+        self._ahead, reads, self._reads = None, self._reads, DiskWork()
         reads.wait()
 
     def release(self) -> None:

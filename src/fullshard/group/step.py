@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from fullshard.device import PASSED, Mark
 
 Kind = Literal["forward", "backward"]  # of a pass
-#: What happens to a group, see :class:`~fullshard.schedule.step_log.Event`.
+#: What happens to a group, see :class:`~fullshard.schedule.step_log.StepEvent`.
 Action = Literal["gather", "reuse", "unshard", "reshard", "rest", "reduce"]
 NOTHING: frozenset[int] = frozenset()
 

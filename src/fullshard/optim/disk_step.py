@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.disk.file import BLOCK, DiskFile, Work
+from fullshard.disk.file import BLOCK, DiskFile, DiskWork
 from fullshard.disk.tensor import DiskTensor, in_memory_order
 from fullshard.group.owners import owner_of
 from fullshard.group.parameter import ShardedParameter, local_tensor
@@ -47,7 +47,7 @@ class _Piece:
     stop: int
     twin: nn.Parameter = field(init=False)
     state: dict[str, Any] = field(init=False, default_factory=dict)
-    reads: list[Work] = field(init=False, default_factory=list)
+    reads: list[DiskWork] = field(init=False, default_factory=list)
     memory: list[torch.Tensor] = field(init=False, default_factory=list)
     sources: list[tuple[object, int]] = field(init=False, default_factory=list)
 
@@ -79,7 +79,7 @@ class _Piece:
 
     def store(self, state: dict[str, Any]) -> None:
         """Start to write what the step has changed, and give the memory back."""
-        local, numel, writes = local_tensor(self.param.detach()), self.stop - self.start, list[Work]()
+        local, numel, writes = local_tensor(self.param.detach()), self.stop - self.start, list[DiskWork]()
         if isinstance(local, DiskTensor):
             writes.append(local.region.write(self.twin.detach(), self.start))
         for name, value in self.state.items():
@@ -96,7 +96,7 @@ class _Piece:
                 in_memory_order(place)[self.start : self.stop] = value
         memory, self.memory = self.memory, []
         del self.twin, self.state
-        work = Work.of(writes)
+        work = DiskWork.of(writes)
         self.disk.staging.give_back(memory, work)
         self.disk.bound(work, len(writes) * numel * local.itemsize)
 
@@ -153,7 +153,7 @@ class DiskStep:
             elif following is not None:
                 following._read_ahead()
             for piece in bucket:
-                Work.of(piece.reads).wait()
+                DiskWork.of(piece.reads).wait()
             step(_optimizer_of(optimizer, bucket))
             for piece in bucket:
                 piece.store(states[piece.param])
@@ -190,7 +190,7 @@ class DiskStep:
         pieces, self._ahead = self._ahead, []
         for piece in pieces:
             memory, piece.memory = piece.memory, []
-            piece.disk.staging.give_back(memory, Work.of(piece.reads))
+            piece.disk.staging.give_back(memory, DiskWork.of(piece.reads))
 
 
 _T = TypeVar("_T")

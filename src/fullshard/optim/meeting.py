@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from fullshard.buffer.plan import ParamShape, Plan, make_plan
+from fullshard.buffer.plan import BufferPlan, ParamShape, make_plan
 from fullshard.comm.process_group import encoded, has_peers
 from fullshard.comm.transport import (
     DIRECTIONS,
@@ -85,7 +85,7 @@ class ChangesSection(NamedTuple):
 
     starts: Mapping[int, int]
     dtype: torch.dtype
-    plan: Plan
+    plan: BufferPlan
     wires: Mapping[Direction, Wire | None]
     lost: Mapping[int, torch.Tensor]
 

@@ -163,7 +163,7 @@ def trace_step(
 
 
 def _traced(model: nn.Module, batch: Any, loss: Loss | None, values: Values | None, fakes: Fakes) -> Activations:
-    step = _Step(units_in(model), fakes, values)
+    step = _TracedStep(units_in(model), fakes, values)
     given = tree.map_tensors(fakes.like, batch)
     fused = fused_operators() if units_in(model)[0].device == PLANNED else nullcontext()
     with fake_parameters(model, fakes), _fake_units(units_in(model), step), fused:
@@ -275,7 +275,7 @@ def _formulas() -> dict[Any, Any]:
 
 
 @contextmanager
-def _fake_units(units: Sequence[Unit], step: _Step) -> Iterator[None]:
+def _fake_units(units: Sequence[Unit], step: _TracedStep) -> Iterator[None]:
     """A context in which units tell ``step`` when they run, cast inputs and outputs, and do nothing else."""
     with restored([vars(unit) for unit in units]):
         for unit in units:
@@ -284,7 +284,7 @@ def _fake_units(units: Sequence[Unit], step: _Step) -> Iterator[None]:
         yield
 
 
-class _Step(DispatchMode):
+class _TracedStep(DispatchMode):
     """Sees each operation of a step. Counts the memory of results, and the FLOPs of each unit.
 
     Attributes:

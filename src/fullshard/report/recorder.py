@@ -27,7 +27,7 @@ from fullshard.group.step import Action
 from fullshard.report.rank_trace import Lane, RankTrace, Span
 from fullshard.report.watching import Point, StepObserver, TimedMark, from_others
 from fullshard.schedule.schedule import Schedule
-from fullshard.schedule.unit import Phase, Unit
+from fullshard.schedule.unit import Unit, UnitPhase
 from fullshard.torch_private import running_backward
 
 #: Schedules that are being recorded.
@@ -247,7 +247,9 @@ class Recorder(StepObserver):
 
     def _before_forward(self, unit: Unit, name: str, before: Callable[..., Any], *args: Any) -> Any:
         result = before(*args)
-        self._compute("recomputation" if running_backward() >= 0 or unit.phase is Phase.BACKWARD else "forward", name)
+        self._compute(
+            "recomputation" if running_backward() >= 0 or unit.phase is UnitPhase.BACKWARD else "forward", name
+        )
         return result
 
     def _after_forward(self, name: str, after: Callable[..., Any], *args: Any) -> Any:
@@ -259,7 +261,7 @@ class Recorder(StepObserver):
         self._computed("recomputation", name)
 
     def _before_backward(self, unit: Unit, name: str, begin: Callable[..., None], schedule: Schedule) -> None:
-        is_first = unit.phase is not Phase.BACKWARD
+        is_first = unit.phase is not UnitPhase.BACKWARD
         begin(schedule)
         if is_first:
             self._compute("backward", name)

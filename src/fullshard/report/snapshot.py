@@ -30,7 +30,7 @@ _MOST_WALKED, _MOST_SEARCHED, _MOST_NAMED = 400_000, 10_000, 100
 _MISSING: Any = object()
 
 
-class _Kind(NamedTuple):
+class _ObjectKind(NamedTuple):
     """How containers of one kind are read, as a mapping, and written."""
 
     read: Callable[[Any], dict[Any, Any]]
@@ -107,23 +107,23 @@ def _write_grad(owner: torch.Tensor, content: dict[Any, Any]) -> None:
         owner.grad = content["grad"]
 
 
-_KINDS: dict[type, _Kind] = {
-    dict: _Kind(lambda owner: dict(_base(owner).items(owner)), _write_dict),
-    list: _Kind(
+_KINDS: dict[type, _ObjectKind] = {
+    dict: _ObjectKind(lambda owner: dict(_base(owner).items(owner)), _write_dict),
+    list: _ObjectKind(
         lambda owner: dict(enumerate(list.__iter__(owner))),
         lambda owner, content: list.__setitem__(owner, slice(None), content.values()),
     ),
-    deque: _Kind(lambda owner: dict(enumerate(owner.copy())), _write_deque),
-    set: _Kind(lambda owner: {each: each for each in set.__iter__(owner)}, _write_set),
-    CellType: _Kind(_read_cell, _write_cell),
-    type: _Kind(lambda owner: dict(vars(owner)), _write_type),
-    torch.Tensor: _Kind(lambda owner: {"grad": owner.grad} if owner.is_leaf else {}, _write_grad),
+    deque: _ObjectKind(lambda owner: dict(enumerate(owner.copy())), _write_deque),
+    set: _ObjectKind(lambda owner: {each: each for each in set.__iter__(owner)}, _write_set),
+    CellType: _ObjectKind(_read_cell, _write_cell),
+    type: _ObjectKind(lambda owner: dict(vars(owner)), _write_type),
+    torch.Tensor: _ObjectKind(lambda owner: {"grad": owner.grad} if owner.is_leaf else {}, _write_grad),
 }
-_OF_SLOTS = _Kind(_read_slots, _write_slots)
+_OF_SLOTS = _ObjectKind(_read_slots, _write_slots)
 
 
 @cache
-def _kind_of(cls: type) -> _Kind | None:
+def _kind_of(cls: type) -> _ObjectKind | None:
     for base, kind in _KINDS.items():
         if issubclass(cls, base):
             return kind
@@ -179,7 +179,7 @@ class Snapshot:
         self._objects: list[Any] = []
         self._found_in: list[int] = []  # the position of the object that refers to each
         self._known: set[int] = set()  # the ids of the objects
-        self._before: dict[int, tuple[_Kind, dict[Any, Any]]] = {}  # by position
+        self._before: dict[int, tuple[_ObjectKind, dict[Any, Any]]] = {}  # by position
         self._walk([*roots, *(module for module in [*sys.modules.values()] if not _is_skipped(module))])
 
     def including(self, *roots: object) -> Snapshot:

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fullshard.comm.shm import ShmTransport
 from fullshard.comm.waits import WAITS, Wait, Waits
 from fullshard.device import Mark, Streams, is_host, streams_of
-from fullshard.disk.file import Work
+from fullshard.disk.file import DiskWork
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.step import Action
 from fullshard.platforms import linux, peak_memory
@@ -174,7 +174,7 @@ class StepObserver:
         schedule.log.listeners.append(self.logged)
         _follow_steps()
         _observers.append(weakref.ref(self, _observers.remove))
-        Work.on_wait = _waited_for_disk
+        DiskWork.on_wait = _waited_for_disk
         if self.clock.streams is None:
             self._observe_waits()
 
@@ -188,7 +188,7 @@ class StepObserver:
         _observers[:] = [each for each in _observers if each() is not self]
         if not _observers:
             WAITS.__class__ = Waits
-            Work.on_wait = _ignored
+            DiskWork.on_wait = _ignored
 
     def logged(self, action: Action, group: ParamGroup, moves: bool) -> None:
         """Something happens to a group, see :class:`~fullshard.schedule.step_log.StepLog`."""
@@ -293,7 +293,7 @@ class TimedMark:
 
 #: The observers that run.
 _observers: list[weakref.ref[StepObserver]] = []
-_ignored = Work.on_wait
+_ignored = DiskWork.on_wait
 
 
 def _waited_for_disk(begin: int, end: int) -> None:

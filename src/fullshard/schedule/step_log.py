@@ -33,7 +33,7 @@ _LABELS = {"gather": "all_gather", "reduce": "post_backward_reduce"}
 
 
 @dataclass(frozen=True)
-class Event:
+class StepEvent:
     """One thing that happened to one group.
 
     Args:
@@ -54,7 +54,7 @@ class Event:
 
 
 #: Called on this rank only, in the order of its events. Without observers there is no cost.
-Observer = Callable[[Event], None]
+Observer = Callable[[StepEvent], None]
 #: After an error, pass numbers go on at the next multiple of this: ranks may have noticed it in different passes.
 _ROUND = 1 << 32
 #: How many of their last calls ranks tell each other. If two wait for each other, they diverged a few calls ago.
@@ -109,7 +109,7 @@ class StepLog(Log):
         """Call ``observer`` with each event; returns a function that removes it."""
 
         def listener(action: Action, group: ParamGroup, moves: bool) -> None:
-            observer(Event(action, group.name, self.kind, self._step.forwards, moves))
+            observer(StepEvent(action, group.name, self.kind, self._step.forwards, moves))
 
         self.listeners.append(listener)
         return lambda: self.listeners.remove(listener)

@@ -51,7 +51,7 @@ from fullshard.updates import refuse_updated
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Phase(Enum):
+class UnitPhase(Enum):
     """The phase of a step in which the modules of a unit are."""
 
     IDLE = auto()
@@ -102,7 +102,7 @@ class Unit:
         self.prefetches_forward = True
         self.prefetches_backward: Literal["before", "after", "never"] = "before"
         self.casts_inputs = mp_policy.cast_forward_inputs
-        self.phase = Phase.IDLE
+        self.phase = UnitPhase.IDLE
         self.to_run: set[nn.Module] = set()  # modules whose forward has not ended, while one of them runs
         self._in_method = False
         self._replaced = Replacements()  # in the callers' containers, while a forward runs
@@ -132,7 +132,7 @@ class Unit:
         if self._use is not before:
             if self._is_transformed or torch.is_grad_enabled():
                 args, kwargs = self._mark_end(module, args, kwargs)
-        elif self.phase is Phase.FORWARD and not self._in_method:
+        elif self.phase is UnitPhase.FORWARD and not self._in_method:
             for tensor in tree.tensors((args, kwargs)):
                 if tensor.grad_fn is not None and torch.is_grad_enabled():  # a leaf would keep the hook
                     tensor.register_hook(partial(marks.mark_gradient, self, self._use))
@@ -146,16 +146,16 @@ class Unit:
         recomputes = running_backward() >= 0
         if recomputes:
             schedule.begin_backward()  # of the tree, if all of it is recomputed
-        if self.phase is Phase.BACKWARD:
+        if self.phase is UnitPhase.BACKWARD:
             for group in self.needed:
                 group.unshard()
                 group.wait_for_unshard()
             return False
-        if self.phase is Phase.FORWARD and not recomputes and not self.is_list:
+        if self.phase is UnitPhase.FORWARD and not recomputes and not self.is_list:
             self._end_failed_forward(schedule)
-        first = self.phase is Phase.IDLE
+        first = self.phase is UnitPhase.IDLE
         is_outermost = first and not recomputes and schedule.begin_forward(self)
-        self.phase = Phase.FORWARD
+        self.phase = UnitPhase.FORWARD
         if not self.to_run:
             self.to_run = set(self.modules)
         for group in self.needed:
@@ -183,7 +183,7 @@ class Unit:
         """Runs after the forward of each of the modules."""
         if self._replaced.calls:
             self._replaced.restore(module)
-        if self.phase is Phase.BACKWARD or self._in_method:
+        if self.phase is UnitPhase.BACKWARD or self._in_method:
             return tree.cast_floating(output, self.mp_policy.output_dtype)
         (inputs, aliases, versions), self._marked = self._marked, marks.NONE
         if versions != [*map(version_of, inputs)]:
@@ -219,7 +219,7 @@ class Unit:
             if ended:
                 for group in self.needed:
                     group.users.discard(self)
-                self.phase = Phase.IDLE
+                self.phase = UnitPhase.IDLE
             return
         if ended:
             self.end_forward(schedule)
@@ -232,7 +232,7 @@ class Unit:
         """Run a method as if it were ``forward``: the forwards that it calls find the parameters gathered. If the
         forward itself calls it, they are gathered already."""
         before = self._in_method
-        is_inside = before or (self.phase is Phase.FORWARD and _calls(self) > 1)
+        is_inside = before or (self.phase is UnitPhase.FORWARD and _calls(self) > 1)
         try:
             self._in_method = is_inside
             args, kwargs = self.pre_forward(module, args, kwargs)
@@ -254,7 +254,7 @@ class Unit:
                     group.leave_unsharded()
                 else:
                     group.reshard_after_forward()
-        self.phase, self._is_opaque = Phase.IDLE, False
+        self.phase, self._is_opaque = UnitPhase.IDLE, False
         self.to_run.clear()
         if schedule.has_streams and len(schedule.order.entered) >= len(schedule.order.entered_before):
             schedule.comm.give_back_memory()  # a head and a loss probably come next, when activations need most
@@ -306,7 +306,7 @@ class Unit:
             schedule.begin_backward()
         is_known = use in self._in_backward
         self._in_backward[use] = None
-        if is_known or self.phase is Phase.BACKWARD:
+        if is_known or self.phase is UnitPhase.BACKWARD:
             return
         self.begin_backward(schedule)
         if self.prefetches_backward == "before":
@@ -343,9 +343,9 @@ class Unit:
 
     def begin_backward(self, schedule: Schedule) -> None:
         """Runs when the backward of the modules may begin. Observers may replace it, and :meth:`finish_backward`."""
-        if self.phase is Phase.BACKWARD:
+        if self.phase is UnitPhase.BACKWARD:
             return
-        self.phase = Phase.BACKWARD
+        self.phase = UnitPhase.BACKWARD
         for group in self.needed:
             if group.options.unshard_in_backward:
                 group.unshard()
@@ -359,9 +359,9 @@ class Unit:
                 schedule.reduce(group)
             else:
                 group.gradients.wait_for_more()
-        if self.phase is Phase.FORWARD and not self._recomputes:
+        if self.phase is UnitPhase.FORWARD and not self._recomputes:
             return  # a backward inside of the forward, which needs the parameters until it ends
-        self.phase, self._marked = Phase.IDLE, marks.NONE
+        self.phase, self._marked = UnitPhase.IDLE, marks.NONE
         self.to_run.clear()
         for group in self.needed:
             group.users.discard(self)
@@ -374,12 +374,12 @@ class Unit:
         """Runs when the backward of the whole tree has ended."""
         self._in_backward, self._is_differentiated = {}, False
         left = [group for group in self.needed if group.full.state is not State.SHARDED or group.gradients.pending]
-        if left or self.phase is not Phase.IDLE:  # otherwise all was done when its own backward ended
+        if left or self.phase is not UnitPhase.IDLE:  # otherwise all was done when its own backward ended
             self.finish_backward(schedule)
 
     def reset(self) -> None:
         """Return to the state at the beginning of a step."""
-        self.phase, self._marked = Phase.IDLE, marks.NONE
+        self.phase, self._marked = UnitPhase.IDLE, marks.NONE
         self._in_backward, self._is_differentiated, self._is_opaque = {}, False, False
         self.to_run.clear()
         for group in self.groups:
@@ -410,7 +410,7 @@ class Unit:
                 raise RuntimeError(
                     f"set_manual_backward_finalization must be called on the root, {self!r}, but was called on {unit!r}"
                 )
-            if unit.schedule is not None and unit.phase is not Phase.IDLE:
+            if unit.schedule is not None and unit.phase is not UnitPhase.IDLE:
                 raise RuntimeError(f"{unit!r} is running and cannot become part of the tree of {self!r}")
         if self.auto_reshard:
             self.chose_to_keep = True

@@ -26,7 +26,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.buffer.plan import Plan
+from fullshard.buffer.plan import BufferPlan
 from fullshard.buffer.sections import Section
 from fullshard.group.gradients import Gradients
 from fullshard.group.mesh import DataMesh
@@ -139,7 +139,7 @@ class Fragment(ShardedParameter):
     def update_grad_dtype(self) -> None:
         """Does nothing: gradients of wrapped modules are reduced in the dtype of the computation, as with torch."""
 
-    def note_plan(self, plan: Plan, position: int) -> None:
+    def note_plan(self, plan: BufferPlan, position: int) -> None:
         self.run = plan.fragment(position, self.data.shard_rank)
         self._place = plan.locate_chunk(position, self.data.shard_rank)
 
@@ -258,7 +258,7 @@ class FlatModuleParameters(ModuleParameters):
         self._where = [(tensor, chunk.data_ptr(), chunk.shape) for tensor, chunk in shown]
 
     def gradient_views(
-        self, indices: Sequence[int], plan: Plan, shard: torch.Tensor, rank: int
+        self, indices: Sequence[int], plan: BufferPlan, shard: torch.Tensor, rank: int
     ) -> Iterable[IndexedTensor]:
         if self._flats:
             return [(indices[0], shard)]
@@ -351,7 +351,7 @@ class FlatGroup(ParamGroup):
             self.leave_unsharded()
 
 
-def describe(flat: nn.Parameter, params: Sequence[Fragment], plan: Plan) -> None:
+def describe(flat: nn.Parameter, params: Sequence[Fragment], plan: BufferPlan) -> None:
     """Set the attributes of a flat parameter that say which parameters lie in it."""
     here = [param for param in params if param.run[0] < param.run[1]]
     flat.__dict__.update(

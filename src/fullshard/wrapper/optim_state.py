@@ -55,7 +55,7 @@ _NOT_ZEROS: dict[type[Optimizer], dict[str, float | None]] = {
 }
 
 
-class _Part(NamedTuple):
+class _StatePart(NamedTuple):
     """Describes a rank's part of a state to the other ranks."""
 
     dtype: torch.dtype
@@ -154,7 +154,7 @@ def whole_state(
     saved: dict[Any, Any] = {}
     for name, state in agreed.items():
         if originals[name].group is not None:
-            saved[name] = {key: each for key, each in state.items() if not isinstance(each, _Part)}
+            saved[name] = {key: each for key, each in state.items() if not isinstance(each, _StatePart)}
         elif name in mine:
             saved[name] = mine[name]
     # Nothing is shared with the optimizer, and no ``step`` with another parameter.
@@ -194,7 +194,7 @@ def _agree(
     flat: bool,
     process_group: dist.ProcessGroup | None,
 ) -> dict[str, State]:
-    """The states of all ranks, merged and equal on all ranks, with a :class:`_Part` in place of each part."""
+    """The states of all ranks, merged and equal on all ranks, with a :class:`_StatePart` in place of each part."""
     descriptions: dict[str, State] = {}
     for name, state in mine.items():
         param = originals[name].param
@@ -214,7 +214,7 @@ def _agree(
         for rank, described in enumerate(everyone):
             for key, value in described.get(name, {}).items():
                 what = f"the state '{key}' of parameter '{name}' on rank {rank}"
-                if isinstance(value, _Part) and not value.fits:
+                if isinstance(value, _StatePart) and not value.fits:
                     raise ValueError(f"{what} does not have the shape of the parameter: it cannot be gathered")
                 first = agreed[name].setdefault(key, value)
                 if not flat and not _equal(first, value):
@@ -224,7 +224,7 @@ def _agree(
 
 def _description(key: str, value: Any, param: ShardedParameter) -> Any:
     if _is_part(key, value, param.local.shape):
-        return _Part(value.dtype, local_tensor(value).shape == param.local.shape)
+        return _StatePart(value.dtype, local_tensor(value).shape == param.local.shape)
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
@@ -236,7 +236,7 @@ def _gathered(
     parts: dict[tuple[ParamGroup, str], dict[int, str]] = {}
     for name, state in agreed.items():
         for key, value in state.items():
-            if isinstance(value, _Part) and (group := originals[name].group) is not None:
+            if isinstance(value, _StatePart) and (group := originals[name].group) is not None:
                 parts.setdefault((group, key), {})[originals[name].index] = name
     for (group, key), names in parts.items():
         dtypes = {index: agreed[name][key].dtype for index, name in names.items()}

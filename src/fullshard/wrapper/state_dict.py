@@ -29,7 +29,7 @@ from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import WRAPPED_NAME, ShardedParameter, local_tensor, plain_name
 from fullshard.group.shard import give_own_storage
 from fullshard.policies import as_setting, warn
-from fullshard.schedule.unit import Phase
+from fullshard.schedule.unit import UnitPhase
 from fullshard.wrapper import settings as kinds
 from fullshard.wrapper.flat import FLAT_NAME, FlatParameter, flat_name
 from fullshard.wrapper.settings import CONFIGS, StateDictSettings, StateDictType, settings_of
@@ -62,7 +62,7 @@ class StateDictMethods(nn.Module):
 
     def _check_idle(self, method: str) -> None:
         self._unit.recover()
-        if self._unit.phase is not Phase.IDLE:
+        if self._unit.phase is not UnitPhase.IDLE:
             where = f"{method}() of {self._unit!r} was called inside its {self._unit.phase.name.lower()}"
             raise AssertionError(f"{where}: call it after, on all ranks")
 
@@ -146,7 +146,7 @@ class StateDictMethods(nn.Module):
     def _state_dict_in_place(self) -> AbstractContextManager[None]:
         """A context in which state dicts copy no parameter of this wrapper. For reading the other values in them."""
         local = StateDictType.LOCAL_STATE_DICT
-        return temporarily([self], "_settings", StateDictSettings(local, _InPlace(), CONFIGS[local][1]()))
+        return temporarily([self], "_settings", StateDictSettings(local, _InPlaceConfig(), CONFIGS[local][1]()))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Like ``nn.Module.state_dict()``, with the names of the plain model, and of the type that is set.
@@ -162,7 +162,7 @@ class StateDictMethods(nn.Module):
                     continue  # a module around this one, which shares a parameter, shows the group already
                 group.notice_changes()
                 group.reshard()
-                if not isinstance(config, _InPlace) and not _is_local(config, group):
+                if not isinstance(config, _InPlaceConfig) and not _is_local(config, group):
                     shown.callback(_Saved(group, _values(group, config)).close)
             saved = super().state_dict(*args, **kwargs)
         self._finish(saved, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
@@ -279,7 +279,7 @@ def temporarily(objects: Sequence[object], name: str, value: object) -> Iterator
             setattr(each, name, old)
 
 
-class _InPlace(kinds.LocalStateDictConfig):
+class _InPlaceConfig(kinds.LocalStateDictConfig):
     """A configuration: local shards, and unsharded parameters without copies."""
 
 
