@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import DiskOffloadPolicy, OffloadPolicy, fully_shard
 from fullshard.disk.file import DiskFile, DiskWork
-from fullshard.report.text import bytes_of, bytes_text, table
+from fullshard.text import bytes_of, bytes_text, table
 
 #: Steps that are not measured: optimizer state is made, and orders are recorded.
 _WARM_UP = 2

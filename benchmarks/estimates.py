@@ -31,7 +31,7 @@ from benchmarks.contenders import ours
 from benchmarks.memory import measure_contender
 from benchmarks.models import Work
 from benchmarks.ranks import run_ranks
-from fullshard.report.text import bytes_text, seconds_text, table
+from fullshard.text import bytes_text, seconds_text, table
 
 _SIZES = (
     Work("small", blocks=4, width=256, sequence=64, vocabulary=512),

@@ -33,7 +33,7 @@ from benchmarks.ranks import run_ranks
 from fullshard.report.explain import ADAM
 from fullshard.report.plan import Plan, PlannedGroup
 from fullshard.report.search import DoesNotFitError, Search
-from fullshard.report.text import bytes_text, seconds_text, table
+from fullshard.text import bytes_text, seconds_text, table
 
 _STEPS, _ROUNDS = 3, 7
 _WORLDS = ((1, "p2p"), (2, "p2p"), (2, "shm"), (4, "p2p"), (4, "shm"))

@@ -19,7 +19,7 @@ from torch import nn
 
 from benchmarks.ranks import run_ranks
 from fullshard import explain, fully_shard
-from fullshard.report.text import bytes_text, table
+from fullshard.text import bytes_text, table
 
 _BLOCKS, _ROUNDS, _WARM_UP = 24, 30, 3
 

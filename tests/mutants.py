@@ -1,4 +1,4 @@
-"""Small changes of a file, and whether its tests find them: `python -m tests.mutants report/text.py`.
+"""Small changes of a file, and whether its tests find them: `python -m tests.mutants text.py`.
 
 cosmic-ray makes the changes, one at a time, in a copy of the source. On each run the tests of the file that has the
 module's name, and with ``--near`` those that stand near it. A change that survives is a claim that nobody tests, or
@@ -78,7 +78,7 @@ def run(file: str, tests: list[str], count: int, seed: int) -> int:
 def main() -> int:
     """Runs the changes of some files; returns 1 if some were not found."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("files", nargs="+", help="files below src/fullshard, such as report/text.py")
+    parser.add_argument("files", nargs="+", help="files below src/fullshard, such as text.py")
     parser.add_argument("--count", type=int, default=10_000, help="at most so many changes of each file")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
     parser.add_argument("--near", action="store_true", help="run all tests that stand near the file")

@@ -52,6 +52,8 @@ LAYERS = (
         "finite",
         "first_values",
         "diverging",
+        "saves",
+        "text",
         "handles",
         "original_parameters",
         "skip_module",
@@ -68,6 +70,7 @@ LAYERS = (
 
 #: What parts of the library need beside torch.
 DEPENDENCIES = {
+    "text": ("tabulate",),
     "interop": ("fullshard_at_start",),
     "compat": ("fullshard_at_start",),
     "fused": ("triton",),

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint, CheckpointError
-from fullshard.report.text import bytes_text
+from fullshard.text import bytes_text
 from tests.checkpoint.cases import assert_same, optimizer_of, quiet, save_at, train, wrapped
 from tests.checkpoint.state_dicts import Net
 from tests.harness import RankPool, World, failure_report, ranks

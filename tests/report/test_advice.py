@@ -15,7 +15,7 @@ from fullshard import MixedPrecisionPolicy
 from fullshard.report.advice import Advice, _are, _few, advise
 from fullshard.report.explain import explain
 from fullshard.report.facts import ModelFacts
-from fullshard.report.text import bytes_text
+from fullshard.text import bytes_text
 
 WIDTH = 2048
 

@@ -42,7 +42,7 @@ from fullshard.checkpoint.reader import Checkpoint, is_there, list_checkpoints
 from fullshard.checkpoint.removal import reasons_to_stay
 from fullshard.checkpoint.storage import located, storage_of
 from fullshard.policies import local_path
-from fullshard.report.text import bytes_argument, bytes_text, counted, dtype_name, shape_text
+from fullshard.text import bytes_argument, bytes_text, counted, dtype_name, shape_text
 
 _CODES = "Exit codes: 0: fine; 1: something is broken or differs; 2: wrong use."
 #: The most names that are listed of tensors that only one checkpoint has.

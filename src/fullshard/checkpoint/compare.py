@@ -12,7 +12,7 @@ from fullshard.checkpoint import dcp
 from fullshard.checkpoint.blocks import CorruptCheckpointError
 from fullshard.checkpoint.display import value_of
 from fullshard.checkpoint.reader import Checkpoint
-from fullshard.report.text import dtype_name
+from fullshard.text import dtype_name
 
 #: Elements that are compared at a time.
 _RUN = 1 << 22

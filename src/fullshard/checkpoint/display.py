@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from fullshard.checkpoint.blocks import CorruptCheckpointError, printable
 from fullshard.checkpoint.reader import Checkpoint
-from fullshard.report.text import bytes_text, table
+from fullshard.text import bytes_text, table
 
 #: Only values with fewer stored bytes are shown.
 _SHORT = 1 << 16

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from fullshard.checkpoint.blocks import ON_WRITTEN
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.storage import Partial
-from fullshard.report.text import bytes_text
+from fullshard.text import bytes_text
 from fullshard.torch_private import default_store
 
 #: Seconds between two lines in the log. Ranks note their bytes twice as often.

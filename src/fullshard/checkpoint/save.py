@@ -60,9 +60,9 @@ from fullshard.checkpoint.replicas import Hosts, Sent
 from fullshard.checkpoint.storage import Partial, Storage, located, storage_of
 from fullshard.diverging import refuse_mixture, replica_of
 from fullshard.policies import local_path, warn
-from fullshard.report.metrics import Metrics
-from fullshard.report.text import bytes_of, bytes_text, quantity_text, seconds_text
+from fullshard.saves import Listener, listeners_of
 from fullshard.schedule.unit import groups_in
+from fullshard.text import bytes_of, bytes_text, quantity_text, seconds_text
 from fullshard.torch_private import foreach_copy
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def save(
     manifest = Manifest(world_size=ranks.size, frozen=not trainable_only)
     manifest.time, manifest.metrics = datetime.now(UTC), metrics
     writing = _Writing(storage_of(memory or root), ranks, policies, manifest, began, root if memory else None, step)
-    writing.logged = Metrics.of(model)
+    writing.listeners = listeners_of(model)
     # What is on a disk is not copied: there is no memory for a copy. The model may show whole parameters now.
     wait = wait or any(group.offloaded.disk is not None for group in groups_in(model, recurse=True))
     # What an older save has yet to publish decides a new number, and what a replica belongs to.
@@ -186,7 +186,7 @@ class _Writing:
     step: int | None
     hosts: Hosts | None = None  # only for an in-memory replica
     blocked: float | None = None  # seconds that training waited for a save in the background
-    logged: list[Metrics] = field(default_factory=list)  # where the figures of this save are written
+    listeners: list[Listener] = field(default_factory=list)  # who is told of this save
     failure: Exception | None = None  # the reason why there is nothing to write
     partial: Partial | None = None
     boxes: list[Box] = field(default_factory=list)  # the boxes that this rank writes
@@ -376,8 +376,8 @@ class _Writing:
             if self.partial is not None:
                 self.partial.discard()
         path, seconds = self.directory / str(everyone[self.leader]), time.perf_counter() - self.began
-        for each in self.logged:
-            each.add_save(seconds, sum(file.size for file in files.values()), self.blocked or seconds)
+        for tell in self.listeners:
+            tell(seconds, sum(file.size for file in files.values()), self.blocked or seconds)
         if self.ranks.first:
             nbytes = sum(file.size for file in self.manifest.files.values())
             _log.info(

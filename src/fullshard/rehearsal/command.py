@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fullshard.report.text import bytes_of, bytes_text, counted, quantity_text, seconds_text, table
+from fullshard.text import bytes_of, bytes_text, counted, quantity_text, seconds_text, table
 
 #: The environment variable with what is asked of the process that runs the program, as JSON.
 ASKED = "FULLSHARD_REHEARSAL"

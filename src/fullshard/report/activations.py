@@ -31,9 +31,9 @@ from fullshard.device import CPU, PLANNED, is_host
 from fullshard.report.fakes import Fakes, fake_parameters, restored
 from fullshard.report.fused import fused_operators
 from fullshard.report.snapshot import Snapshot, holder_of
-from fullshard.report.text import bytes_text, counted, quantity_text
 from fullshard.report.values import UnknownValueError, Values, answer
 from fullshard.schedule.unit import Inputs, Unit, units_in
+from fullshard.text import bytes_text, counted, quantity_text
 from fullshard.torch_private import (
     READS_VALUES,
     DispatchMode,

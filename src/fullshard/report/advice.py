@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fullshard.report.facts import GroupFacts, ModelFacts
-from fullshard.report.text import bytes_text, percent
+from fullshard.text import bytes_text, percent
 
 #: A group below this many bytes is small. At 10 GB/s, its three exchanges take about as long as the host's fixed work
 #: for a group in a step: 0.3 ms on a slow core (``docs/explanation/performance.md``).

@@ -24,8 +24,8 @@ from fullshard.report.explain import explain
 from fullshard.report.meta_copy import build_on_meta
 from fullshard.report.search import DoesNotFitError, fit
 from fullshard.report.tables import estimate_text
-from fullshard.report.text import bytes_argument, rehearsal_text
 from fullshard.report.values import UnknownValueError, Values
+from fullshard.text import bytes_argument, rehearsal_text
 
 #: Options of an estimate of time, by the names of the arguments of ``Explanation.estimate``.
 _TIMING = (

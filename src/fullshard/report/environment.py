@@ -30,7 +30,7 @@ from fullshard.comm.waits import waiting
 from fullshard.device import CPU, compute_device, default_device_type, is_host
 from fullshard.disk.file import DiskFile
 from fullshard.platforms import resource
-from fullshard.report.text import bytes_text, percent, seconds_text, table
+from fullshard.text import bytes_text, percent, seconds_text, table
 
 Result = Literal["error", "warning", "not checked", "ok"]
 

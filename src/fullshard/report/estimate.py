@@ -34,7 +34,7 @@ from typing import Literal
 
 from fullshard.report.facts import GroupFacts, ModelFacts
 from fullshard.report.replay import Event, Pass, Replay
-from fullshard.report.text import counted, percent, quantity_text, seconds_text
+from fullshard.text import counted, percent, quantity_text, seconds_text
 
 Algorithm = Literal["ring", "tree"]
 

@@ -32,9 +32,9 @@ from fullshard.report.facts import GroupFacts, ModelFacts, facts_of
 from fullshard.report.fit import Fit, fit_into, memory_of
 from fullshard.report.meta_copy import build_on_meta
 from fullshard.report.replay import WORKSPACES, ExchangeTotal, Part, Pass, Phase, Replay
-from fullshard.report.text import bytes_of, counted, rehearsal_text, wrapped
 from fullshard.report.values import Values
 from fullshard.schedule.unit import unit_of, units_in
+from fullshard.text import bytes_of, counted, rehearsal_text, wrapped
 from fullshard.torch_private import simulated_world
 
 #: Bytes of optimizer state for each element in fp32: AdamW keeps two moments in the dtype of the parameter.

@@ -28,9 +28,9 @@ from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.group.strategy import Placement
 from fullshard.report.offloaded_facts import OffloadedFacts, offloaded_facts
 from fullshard.report.outside import bytes_outside
-from fullshard.report.text import dtype_name, wire_text
 from fullshard.schedule.unit import Unit, unit_of, units_in
 from fullshard.strangers import strangers_in
+from fullshard.text import dtype_name, wire_text
 from fullshard.wrap import repeated_blocks
 
 

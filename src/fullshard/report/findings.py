@@ -13,7 +13,7 @@ from statistics import mean, median
 from typing import Literal, NamedTuple
 
 from fullshard.report.rank_trace import RankTrace, Span, Work, own_work, shares
-from fullshard.report.text import percent, seconds_text, wrapped
+from fullshard.text import percent, seconds_text, wrapped
 
 Kind = Literal[
     "slow rank", "late gathers", "late reductions", "copies", "outside", "optimizer", "prefetch", "balance", "disk"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.report.replay import Phase
-from fullshard.report.text import bytes_text
+from fullshard.text import bytes_text
 
 
 @dataclass(frozen=True)

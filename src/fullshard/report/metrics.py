@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch.distributed as dist
 import torch.nn as nn
@@ -28,8 +28,9 @@ from fullshard.group.param_group import ParamGroup
 from fullshard.group.step import Action
 from fullshard.platforms import open_flags
 from fullshard.report.watching import Point, StepObserver, TimedMark, from_others
+from fullshard.saves import listen
 from fullshard.schedule.schedule import Schedule
-from fullshard.schedule.unit import schedule_of, units_in
+from fullshard.schedule.unit import schedule_of
 
 
 class ScalarWriter(Protocol):
@@ -125,11 +126,10 @@ class Metrics(StepObserver):
     Ranks: each for itself.
     """
 
-    _running: ClassVar[weakref.WeakSet[Metrics]] = weakref.WeakSet()
-
     def __init__(self, schedule: Schedule, write: Callable[[int, dict[str, float]], None], first_step: int) -> None:
         super().__init__(schedule)
-        self._running.add(self)
+        add_save = weakref.WeakMethod(self.add_save)  # the model must not live as long as the process
+        self._stop_listening = listen(schedule, lambda *save: (add := add_save()) and add(*save))
         self._saves: deque[tuple[float, int, float]] = deque()  # that have ended: seconds, bytes, seconds of training
         self._write = write
         self.step = first_step
@@ -154,18 +154,12 @@ class Metrics(StepObserver):
         be called again."""
         if self.is_running:
             super().stop()
-            self._running.discard(self)
+            self._stop_listening()
             self.end_step()
             self.clock.end()
             self._flush()
             if figures := self._figures_of_saves():
                 self._write(self.step, figures)
-
-    @classmethod
-    def of(cls, model: nn.Module) -> list[Metrics]:
-        """Those that run for a model or for parts of it."""
-        schedules = [unit.schedule for unit in units_in(model)] if cls._running else []
-        return [each for each in cls._running if each.schedule in schedules]
 
     def add_save(self, seconds: float, nbytes: int, blocked: float) -> None:
         """Adds a save that has ended to the current step. Any thread may call it."""

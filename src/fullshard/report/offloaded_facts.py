@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fullshard.buffer.sections import Section
 from fullshard.group.param_group import ParamGroup
-from fullshard.report.text import percent
+from fullshard.text import percent
 
 #: How the names of kinds of memory end that are offloaded.
 ON_CPU, ON_DISK = " on the CPU", " on a disk"

@@ -16,7 +16,7 @@ from typing import Any
 from fullshard.report.facts import GroupFacts, ParameterFacts
 from fullshard.report.palette import BLACK, RANKS, WHITE, Look
 from fullshard.report.tables import name_of_run, runs
-from fullshard.report.text import bytes_text, percent, shape_text
+from fullshard.text import bytes_text, percent, shape_text
 
 _TRAINED, _FROZEN = Look("#DCEBF7"), Look("#D0D0D0", "\\")
 _PADDING = Look(BLACK)

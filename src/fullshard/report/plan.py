@@ -18,8 +18,8 @@ from torch import nn
 from fullshard.buffer.heap import KEPT_BY_ITSELF, return_at_once
 from fullshard.fully_shard import fully_shard
 from fullshard.offload_policy import CPUOffloadPolicy, DiskOffloadPolicy
-from fullshard.report.text import bytes_text, counted, percent, seconds_text, table, wrapped
 from fullshard.schedule.unit import units_in
+from fullshard.text import bytes_text, counted, percent, seconds_text, table, wrapped
 from fullshard.torch_private import checkpointed
 
 

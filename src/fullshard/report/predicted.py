@@ -23,7 +23,7 @@ from fullshard.report.estimate import Hardware, estimate_step
 from fullshard.report.facts import GroupFacts, ModelFacts
 from fullshard.report.offloaded_facts import ON_CPU, ON_DISK
 from fullshard.report.replay import WORKSPACES, Replay
-from fullshard.report.text import bytes_text
+from fullshard.text import bytes_text
 
 #: The root, where it has no group.
 ROOT = "(root)"

@@ -35,9 +35,9 @@ from fullshard.report.meta_copy import on_meta
 from fullshard.report.plan import Change, Plan, PlannedGroup, shortened
 from fullshard.report.predicted import TO_DISK, Need, TracedBlocks, assumed_hardware, need_of, staging_bytes
 from fullshard.report.snapshot import Snapshot
-from fullshard.report.text import bytes_of, bytes_text, counted, quantity_text, seconds_text
 from fullshard.report.values import Values
 from fullshard.schedule.unit import units_in
+from fullshard.text import bytes_of, bytes_text, counted, quantity_text, seconds_text
 from fullshard.torch_private import simulated_world
 from fullshard.wrap import repeated_blocks
 

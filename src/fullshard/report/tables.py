@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 from fullshard.report.estimate import Estimate
 from fullshard.report.facts import GroupFacts, ModelFacts
 from fullshard.report.replay import ExchangeTotal, Phase
-from fullshard.report.text import (
+from fullshard.text import (
     WIDTH,
     bytes_text,
     counted,

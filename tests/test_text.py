@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fullshard.rehearsal.command import add_rehearse
-from fullshard.report.text import (
+from fullshard.text import (
     bytes_argument,
     bytes_of,
     bytes_text,

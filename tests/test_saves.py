@@ -1,0 +1,28 @@
+"""Who is told of saves; tests/report/test_metrics.py has what metrics make of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import fullshard
+from fullshard import checkpoint
+from fullshard.saves import listen, listeners_of
+from fullshard.schedule.unit import schedule_of
+from tests.harness import World, ranks
+
+
+@ranks(1)
+def test_a_listener_is_told_of_each_save_until_it_has_enough(world: World, tmp_path: Path) -> None:
+    model = fullshard.fully_shard(nn.Linear(4, 2))
+    model(torch.ones(1, 4)).sum().backward()
+    told: list[int] = []
+    stop = listen(schedule_of(model, "test"), lambda seconds, nbytes, waited: told.append(nbytes))
+    assert len(listeners_of(nn.Sequential(model))) == 1
+    checkpoint.save(tmp_path, model, step=1)
+    stop()
+    checkpoint.save(tmp_path, model, step=2)
+    assert len(told) == 1
+    assert told[0] >= 4 * (4 * 2 + 2)
