@@ -185,6 +185,16 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         pytest.fail(f"a circle: {' imports '.join(reversed(error.args[1]))}")
 
 
+def test_optional_parts_know_none_of_each_other() -> None:
+    parts = ("wrapper", "checkpoint", "report", "testing", "compat", "optim.local_steps")
+    wrong = []
+    for file in FILES:
+        own = [part for part in parts if name_of(file).startswith(part)]
+        others = [part for part in parts if part not in own]
+        wrong += [f"{name_of(file)} imports {each}" for each in known(file) if own and each.startswith((*others,))]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_two_classes_share_a_name() -> None:
     places: dict[str, list[str]] = {}
     for file in FILES:

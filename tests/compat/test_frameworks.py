@@ -15,6 +15,7 @@ from torch import nn
 
 import fullshard
 from fullshard.compat import frameworks
+from fullshard.testing.rank import forget_accelerate
 from tests.harness import RankPool, World, failure_report
 
 #: What is changed in Lightning and torchtitan, as it is there.
@@ -101,7 +102,7 @@ def do_not_ask_accelerate(world: World) -> None:
     fullshard.patch()
     accelerate = importlib.import_module("accelerate")
     assert accelerate.Accelerator(cpu=True).distributed_type == accelerate.DistributedType.MULTI_CPU
-    frameworks.forget()
+    forget_accelerate()
     assert accelerate.Accelerator().distributed_type == accelerate.DistributedType.NO
 
 

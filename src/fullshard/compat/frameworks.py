@@ -22,13 +22,6 @@ from fullshard_at_start import AfterImport
 _changed: list[tuple[Any, str, Any]] = []
 
 
-def forget() -> None:
-    """Let frameworks forget the program that ran in this process: the next one may have different ranks."""
-    if state := sys.modules.get("accelerate.state"):
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
-
-
 def _change(owner: Any, name: str, value: Any) -> None:
     _changed.append((owner, name, getattr(owner, name)))
     setattr(owner, name, value)

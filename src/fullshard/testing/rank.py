@@ -38,7 +38,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import platforms
-from fullshard.compat import frameworks
 from fullshard.torch_private import collectives_seen, forget_meshes, process_groups
 
 Kind = Literal["returned", "raised", "skipped", "xfailed", "died", "hung"]
@@ -356,7 +355,7 @@ def _clean_up() -> CleanUp:
     """Undo what a function did to its process."""
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    frameworks.forget()
+    forget_accelerate()
     count, left = None, _left_behind()
     if dist.is_initialized() and dist.group.WORLD is _state.default and len(process_groups()) == 1:
         count = collectives_seen(dist.group.WORLD)
@@ -366,6 +365,13 @@ def _clean_up() -> CleanUp:
     gc.freeze()  # what was imported on the way is not walked again either
     tasks = Path("/proc/self/task")
     return CleanUp(count, tasks.exists() and len([*tasks.iterdir()]) > _MOST_THREADS, left)
+
+
+def forget_accelerate() -> None:
+    """Let accelerate forget the program that ran in this process: the next one may have different ranks."""
+    if state := sys.modules.get("accelerate.state"):
+        vars(state.AcceleratorState)["_reset_state"](reset_partial_state=True)
+        vars(state.GradientState)["_reset_state"]()
 
 
 def _left_behind() -> tuple[str, ...]:
