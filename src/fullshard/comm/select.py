@@ -29,6 +29,7 @@ _simulated = ""  # the transport of a simulated world, if it is not the collecti
 _has_shown = False  # whether this process has shown such a line
 _point_to_point = cache(PointToPointTransport)
 _collective = cache(CollectiveTransport)
+_shared = cache(lambda: ShmTransport.simulated(_point_to_point()))
 _between_hosts = cache(lambda: PointToPointTransport(native=_collective()))
 
 #: The names that ``FULLSHARD_TRANSPORT`` may have.
@@ -87,8 +88,7 @@ def choose_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
         raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} is not a transport: use one of {', '.join(NAMES)}")
     backend = backend_name(process_group, device)
     if backend == "fake" and _simulated:
-        known: dict[str, Transport] = {PointToPointTransport.name: _point_to_point()}
-        known[ShmTransport.name] = ShmTransport.simulated(_point_to_point())
+        known: dict[str, Transport] = {PointToPointTransport.name: _point_to_point(), ShmTransport.name: _shared()}
         return known.get(_simulated, _collective()), "simulated"
     fits = is_host(device) and backend == "gloo"
     asked = f"FULLSHARD_TRANSPORT={wanted}"

@@ -71,6 +71,7 @@ class CommContext:
         self._device = device
         self.reductions = Reductions()
         self.pools: dict[tuple[str, int], SlotPool] = {}
+        self.staging = SHARED  # of the transports
         self._was_captured = False
         self._is_in_graph = False  # whether a graph knows addresses of slots
 
@@ -109,8 +110,8 @@ class CommContext:
         for pool in self.pools.values():
             if pool.gives_back:  # as on all ranks, which must agree on what is still in slots
                 pool.drop(LARGE)
-        if not (is_host(self._device) or SHARED.is_in_graph):
-            SHARED.drop(LARGE)
+        if not (is_host(self._device) or self.staging.is_in_graph):
+            self.staging.drop(LARGE)
 
     def _keep_memory(self) -> None:
         """Keep all memory from now on: a graph knows addresses in it."""

@@ -274,7 +274,8 @@ class Gradients:
     def size_slots(self) -> None:
         """Make ordinary slots large enough before a smaller group makes the first ones."""
         group, pool = self._group, self._group.gradient_pool
-        if group.options.strategy.after_forward is not Placement.REPLICATED:
+        self._buffer.takes_turns = group.options.strategy.after_forward is not Placement.REPLICATED
+        if self._buffer.takes_turns:
             trainable = self._module_params.trainable
             found = self._dtypes_of.sections(trainable, self._keeps_whole and group.keeps_whole)
             pool.ordinary = max(pool.ordinary, full_bytes(*found))

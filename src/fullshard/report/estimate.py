@@ -1,7 +1,7 @@
 """An estimate of a step's time on hardware that is described by a few numbers.
 
-Runs the events of a replay on a timeline. The *computation* goes from group to group and waits where the engine would
-wait. *Gathers* and *reductions* start when the engine would start them. They use one wire, one after another::
+Runs the events of a predicted step on a timeline. The *computation* goes from group to group and waits where the engine
+waits. *Gathers* and *reductions* start when the engine starts them. They use one wire, one after another::
 
     computation   ....[block 0][block 1]..[block 2]            '.' waits: communication that is exposed
     wire          [g 0][g 1]   [g 2]      ...
@@ -32,8 +32,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from fullshard.report.activations import Pass
 from fullshard.report.facts import GroupFacts, ModelFacts
-from fullshard.report.replay import Event, Pass, Replay
+from fullshard.report.meta_step import Event, PredictedStep
 from fullshard.text import counted, percent, quantity_text, seconds_text
 
 Algorithm = Literal["ring", "tree"]
@@ -149,11 +150,11 @@ class Estimate:
 
 
 def estimate_step(
-    facts: ModelFacts, replay: Replay, given: Hardware, measured: Mapping[tuple[Pass, int], int] | None = None
+    facts: ModelFacts, step: PredictedStep, given: Hardware, measured: Mapping[tuple[Pass, int], int] | None = None
 ) -> Estimate:
-    """Runs the events of a replay on the timeline. ``measured`` are FLOPs by pass and position of a group, if known."""
+    """Runs the events of a step on the timeline. ``measured`` are FLOPs by pass and position of a group, if known."""
     lanes = _Lanes(facts.groups, given, measured)
-    for event in replay.events:
+    for event in step.events:
         lanes.run(event)
     computed, exchanged, waited = lanes.computed, lanes.exchanged, lanes.waited
     rows = tuple(
@@ -189,7 +190,7 @@ class _Lanes:
         self.waited: defaultdict[int, float] = defaultdict(float)
 
     def run(self, event: Event) -> None:
-        at, group = event.group, self._groups[event.group]
+        at = event.group
         if event.action == "compute":
             flops = self._flops(at, event.during)
             seconds = flops / (self._given.efficiency * self._given.peak_flops)
@@ -201,8 +202,8 @@ class _Lanes:
         elif event.action == "wait":
             self._wait(at, self._gathered[at])
         elif event.action == "wait-reduce":
-            if group.reduction.read:
-                self._reduced[at] = self._occupy(at, self._given.latency + group.reduction.read / self._given.bandwidth)
+            if event.read:
+                self._reduced[at] = self._occupy(at, self._given.latency + event.read / self._given.bandwidth)
             self._wait(at, self._reduced[at])
         elif event.sent:
             self._reduced[at] = self._exchange(event)

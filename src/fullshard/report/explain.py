@@ -1,8 +1,8 @@
 """Explains what sharding does to a model: how it is cut, a step's memory and traffic, and what could be better.
 
 Owns the :class:`Explanation`, and the simulated world in which one process explains a model for any number of ranks.
-The facts come from :mod:`fullshard.report.facts`, the predicted step from :mod:`fullshard.report.replay`, activations
-and FLOPs from :mod:`fullshard.report.activations`, and the advice from :mod:`fullshard.report.advice`.
+The facts come from :mod:`fullshard.report.facts`, the predicted step from :mod:`fullshard.report.meta_step`,
+activations and FLOPs from :mod:`fullshard.report.activations`, and the advice from :mod:`fullshard.report.advice`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fullshard.comm.collective import CollectiveTransport
 from fullshard.device import CPU, PLANNED, planned_for
 from fullshard.fully_shard import fully_shard_blocks
 from fullshard.report import tables
-from fullshard.report.activations import Activations, Loss, trace_step
+from fullshard.report.activations import Activations, Loss, Pass, trace_step
 from fullshard.report.advice import Advice, advise
 from fullshard.report.estimate import Algorithm, Estimate, Hardware, estimate_step
 from fullshard.report.facts import GroupFacts, ModelFacts, facts_of
 from fullshard.report.fit import Fit, fit_into, memory_of
 from fullshard.report.meta_copy import build_on_meta
-from fullshard.report.replay import WORKSPACES, ExchangeTotal, Part, Pass, Phase, Replay
+from fullshard.report.meta_step import WORKSPACES, ExchangeTotal, MetaStep, Part, Phase, PredictedStep
 from fullshard.report.values import Values
 from fullshard.schedule.unit import unit_of, units_in
 from fullshard.text import bytes_of, counted, rehearsal_text, wrapped
@@ -49,6 +49,7 @@ class Explanation:
 
     Attributes:
         facts: the groups, their parameters, and the order in which they run.
+        step: the predicted events and memory of a step.
         ranks: the size of the world.
         rank: the rank whose shards, memory and traffic are shown.
         optimizer_bytes: bytes of optimizer state for each element that an optimizer updates.
@@ -60,6 +61,7 @@ class Explanation:
     """
 
     facts: ModelFacts
+    step: PredictedStep
     ranks: int
     rank: int
     optimizer_bytes: float
@@ -71,11 +73,6 @@ class Explanation:
     def groups(self) -> tuple[GroupFacts, ...]:
         """The groups, in the order of the model."""
         return self.facts.groups
-
-    @cached_property
-    def replay(self) -> Replay:
-        """The predicted events of a step."""
-        return Replay(self.facts, () if self.activations is None else self.activations.open_ended)
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -101,24 +98,24 @@ class Explanation:
             Phase("at rest", at_rest),
             Phase("forward, at its peak", at_rest + self._peak("forward")),
             Phase("backward, at its peak", at_rest + self._peak("backward")),
-            Phase("between steps", at_rest + self.replay.kept),
+            Phase("between steps", at_rest + self.step.kept),
             Phase("after free_buffers()", at_rest),
         )
 
     def _peak(self, during: Pass) -> tuple[Part, ...]:
         """The buffers and activations at the moment of a pass when they take most."""
         if self.activations is None:
-            return self.replay.peaks[during]
+            return self.step.peaks[during]
         alive, last = dict(self.activations.peaks), 0
-        for moment in self.replay.at:  # at one that the trace does not have, what was alive before
+        for moment in self.step.at:  # at one that the trace does not have, what was alive before
             last = alive.setdefault(moment, last)
-        found = ((*self.replay.memory_at(each), ("activations", 1, alive[each])) for each in alive if each[0] == during)
-        return max(found, key=lambda parts: Phase("", parts).on_device, default=self.replay.peaks[during])
+        found = ((*self.step.memory_at(each), ("activations", 1, alive[each])) for each in alive if each[0] == during)
+        return max(found, key=lambda parts: Phase("", parts).on_device, default=self.step.peaks[during])
 
     @cached_property
     def traffic(self) -> tuple[ExchangeTotal, ...]:
         """The exchanges of a step, by kind."""
-        return self.replay.exchanged()
+        return self.step.exchanged()
 
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
@@ -171,7 +168,7 @@ class Explanation:
             raise ValueError("estimate() needs tokens, because explain() was given no batch")
         nodes = node_bandwidth, ranks_per_node
         given = Hardware(bandwidth, peak_flops, count, unit, efficiency, latency, algorithm, *nodes)
-        return estimate_step(self.facts, self.replay, given, counted)
+        return estimate_step(self.facts, self.step, given, counted)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as numbers, strings, lists and dicts. Sizes are in bytes."""
@@ -330,7 +327,8 @@ def explain(
         memory = memory_of(units_in(sharded)[0].device) if size is None else size
         kept = state_bytes(sharded, optimizer_bytes)
         rehearsal = rehearsal_text(dist.get_world_size(), dist.get_rank())
-        return Explanation(facts, dist.get_world_size(), dist.get_rank(), kept, found, memory, rehearsal)
+        step = MetaStep(units_in(sharded), facts).run(facts, () if found is None else found.open_ended)
+        return Explanation(facts, step, dist.get_world_size(), dist.get_rank(), kept, found, memory, rehearsal)
 
     if isinstance(model, nn.Module):
         if ranks is not None:

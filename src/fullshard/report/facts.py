@@ -1,7 +1,7 @@
 """The groups and parameters of a sharded model as plain data.
 
 Owns the conversion of a sharded model (it may be on meta) into integers, names and dtypes. They need neither the model
-nor its process groups any more. :mod:`fullshard.report.replay` predicts from them what a step does.
+nor its process groups any more. :mod:`fullshard.report.meta_step` predicts what a step does.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.buffer.messages import zero_copy_in
 from fullshard.buffer.sections import Section, full_bytes, full_starts, shard_bytes
 from fullshard.comm.select import choose_transport
-from fullshard.comm.transport import DIRECTIONS, Route, Transfer, Wire
+from fullshard.comm.transport import Route, Transfer, Wire
 from fullshard.device import META, is_host
 from fullshard.group.feedback import feedback_bytes
 from fullshard.group.gradient_dtypes import GradientDtypes
@@ -78,12 +77,10 @@ class ExchangeFacts:
 
     Attributes:
         sent: bytes sent to other ranks.
-        staging: bytes of memory that the transport needs beside the buffers.
         read: bytes read from the gradients of the other ranks, where ranks share memory.
     """
 
     sent: int = 0
-    staging: int = 0
     read: int = 0
 
 
@@ -110,25 +107,16 @@ class GroupFacts:
         transport: the name of its transport, and in ``why`` the reason for it.
         adds_in_fp32: whether gradients of low precision are added up in fp32.
         shares: whether the ranks of a host share the memory of its full buffer. Then a gather copies nothing.
-        is_full: whether its shard is its full buffer: no rank has a part of it alone, and nothing is cast.
         reshards: whether it is resharded after forward.
         offloaded: what of it is offloaded, and where to.
         gradient: its gradient buffer, whole, in the reduce dtype.
-        largest_gradient: the largest gradient of a single parameter, as autograd makes it.
-        zero_copy_gradients: gradients that are reduced from the memory where autograd made them, not from the buffer.
         reduced: its reduced gradients, as in ``param.grad``.
         trained: the number of elements of this rank's shard that an optimizer updates.
-        staged: the copy of the shard in the dtype and on the device of the computation, if one is needed.
-        rested: the shard that it keeps between forward and backward on the smaller mesh.
-        gather, rest_gather, reduction: its exchanges. ``rest_gather`` is the gather from the smaller mesh.
-        all_reduce_sent: bytes sent in the all-reduce over replicas.
+        gather, reduction: its exchanges with the ranks over which it is sharded.
         wire: how what it sends is encoded, ``""`` if nothing is; ``feedback``: what is kept to correct gradients.
         is_host: whether it computes on the CPU.
         shards_replicas: whether each shard is cut again over the replicas between steps.
-        replica_shard: the shard of its replica then, which is gathered once for each optimizer step, and in
-            ``replica_gradients`` the gradients that the ranks of a replica have reduced.
-        replica_gather, replica_reduction: these exchanges over the replicas.
-        gradient_buffers: how many reductions may use a gradient buffer at once.
+        replica_gradients: the gradients that the ranks of a replica have reduced then.
         communicates: whether a gather involves other ranks.
         parameters: its parameters, in the order of their memory.
         starts: the offset of each section in the full buffer, and the end of the last one.
@@ -156,29 +144,18 @@ class GroupFacts:
     why: str
     adds_in_fp32: bool
     shares: bool
-    is_full: bool
     reshards: bool
     offloaded: OffloadedFacts
     gradient: int
-    largest_gradient: int
-    zero_copy_gradients: int
     reduced: int
     trained: int
-    staged: int
-    rested: int
     gather: ExchangeFacts
-    rest_gather: ExchangeFacts
     reduction: ExchangeFacts
-    all_reduce_sent: int
     wire: str
     feedback: int
     is_host: bool
     shards_replicas: bool
-    replica_shard: int
     replica_gradients: int
-    replica_gather: ExchangeFacts
-    replica_reduction: ExchangeFacts
-    gradient_buffers: int
     communicates: bool
     parameters: tuple[ParameterFacts, ...]
     starts: tuple[int, ...]
@@ -200,32 +177,13 @@ class GroupFacts:
 
 
 @dataclass(frozen=True)
-class UnitFacts:
-    """A unit: the modules of one ``fully_shard`` call, or one wrapped module.
-
-    Attributes:
-        groups: positions of its own groups, which it reduces.
-        needed: positions of its own groups and of the groups that own parameters tied to its modules.
-        parent: the position of the unit around it, -1 for none.
-        ahead: whether its forward gathers the following groups ahead.
-        ahead_in_backward: when its backward gathers the next group: ``"before"``, ``"after"`` or ``"never"``.
-    """
-
-    groups: tuple[int, ...]
-    needed: tuple[int, ...]
-    parent: int
-    ahead: bool
-    ahead_in_backward: str
-
-
-@dataclass(frozen=True)
 class ModelFacts:
     """A sharded model.
 
     Attributes:
         name: its class.
         groups: in the order in which the model has them.
-        units: in the order in which their forwards begin.
+        units: the positions of the groups of each unit, in the order in which their forwards begin.
         order_of: what that order is of: a ``"step"`` that was recorded, the forward of a ``"batch"`` on tensors without
             memory, or else the ``"modules"``, as they were registered.
         prefetch: how many groups are gathered ahead; ``None``: as many as have ``prefetch_bytes`` together.
@@ -236,7 +194,7 @@ class ModelFacts:
 
     name: str
     groups: tuple[GroupFacts, ...]
-    units: tuple[UnitFacts, ...]
+    units: tuple[tuple[int, ...], ...]
     order_of: Literal["step", "batch", "modules"]
     prefetch: int | None
     prefetch_bytes: int | None
@@ -252,7 +210,7 @@ class ModelFacts:
     @property
     def in_order(self) -> tuple[GroupFacts, ...]:
         """The groups in the order in which forward runs and gathers them. Backward runs in reverse order."""
-        return tuple(self.groups[at] for unit in self.units for at in unit.groups)
+        return tuple(self.groups[at] for unit in self.units for at in unit)
 
 
 def facts_of(model: nn.Module, order: Sequence[int] = ()) -> ModelFacts:
@@ -283,7 +241,7 @@ def facts_of(model: nn.Module, order: Sequence[int] = ()) -> ModelFacts:
     return ModelFacts(
         name=_class_of(model),
         groups=tuple(_group_facts(group, unit, unit in roots, names) for unit in units for group in unit.groups),
-        units=tuple(_unit_facts(unit, ordered, position) for unit in ordered),
+        units=tuple(tuple(position[group] for group in unit.groups) for unit in ordered),
         order_of="step" if recorded else "batch" if order else "modules",
         prefetch=schedules[0].prefetch_limit if schedules else 1,
         prefetch_bytes=schedules[0].prefetch_bytes if schedules else None,
@@ -301,18 +259,6 @@ def _by_use(units: Sequence[Unit], recorded: Iterable[ParamGroup]) -> list[Unit]
     return list(dict.fromkeys(entered)) if entered else [unit for unit in units if unit.groups]
 
 
-def _unit_facts(unit: Unit, ordered: Sequence[Unit], position: dict[ParamGroup, int]) -> UnitFacts:
-    inside = {id(unit): {module for each in unit.modules for module in each.modules()} for unit in ordered}
-    around = [at for at, other in enumerate(ordered) if other is not unit and unit.modules[0] in inside[id(other)]]
-    return UnitFacts(
-        tuple(position[group] for group in unit.groups),
-        tuple(position[group] for group in [*unit.groups, *unit.borrowed]),
-        min(around, key=lambda at: len(inside[id(ordered[at])]), default=-1),
-        unit.prefetches_forward,
-        unit.prefetches_backward,
-    )
-
-
 def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, str]) -> GroupFacts:
     data, sections, memory, computed = group.data, group.sections, group.shard, group.compute_dtypes
     dtypes = [section.dtype for section in sections]
@@ -325,20 +271,13 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
     is_whole, parts = data.shard_group is None, data.shard_size * (data.replicate_size if data.shards_replicas else 1)
     keeps = unit.auto_reshard and unit.schedule is None and is_root  # it will keep its parameters after forward
     smaller = None if keeps else group.options.post_forward_mesh
-    small = [] if smaller is None else [section.over(smaller.shard_size) for section in sections]
     private, peers = group.transport.private, (data.shard_size - 1) * own
     given = data.shard_group, group.wire("gather"), sections, computed
     gather = ExchangeFacts() if shares else _exchange(private.gather_route, *given)
     trainable = [param.sharded.requires_grad for param in group.params]
     gradients, travelling = GradientDtypes(group).sections(trainable, group.keeps_whole)
-    beside = zero_copy_in(section.plan for section in gradients if section.plan.is_messages)
-    zero_copy = (each.numel * data.shard_size * travelling[each.section].itemsize for each in beside)
-    cuts_twice, reduce_privately = data.shards_replicas, group.reduce_transport.private.reduce_route
-    over, outer_wires = data.replicate_group if cuts_twice else None, [group.wire(d, True) for d in DIRECTIONS]
+    cuts_twice = data.shards_replicas
     kept_gradients = [each.inside(data.shard_rank, data.replicate_size) if cuts_twice else each for each in gradients]
-    reads = group.adds_whole and group.reduce_transport.compares_reductions  # in shared memory
-    stages = (memory.needs_staging or group.offloaded.reads_parameters) and not shares
-    made = (math.prod(p.shape) * group.compute_dtype(p).itemsize for p in group.params if p.sharded.requires_grad)
     return GroupFacts(
         name=", ".join(names.get(id(module), "?") for module in unit.modules),
         module=", ".join(dict.fromkeys(map(_class_of, unit.modules))),
@@ -361,29 +300,18 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
         why=_why(group),
         adds_in_fp32=group.reduce_transport.adds_in_fp32,
         shares=shares,
-        is_full=memory.is_full,
         reshards=group.options.strategy.after_forward is not Placement.REPLICATED and not keeps and not is_whole,
         offloaded=offloaded_facts(group, group.own_sections, kept_gradients),
         gradient=full_bytes(gradients, travelling),
-        largest_gradient=max(made, default=0),
-        zero_copy_gradients=sum(zero_copy),
         reduced=sum(section.plan.shard_numel * section.dtype.itemsize for section in kept_gradients),
         trained=sum(section.plan.shard_numel for section in kept_gradients),
-        staged=shard_bytes(group.own_sections, computed) if stages else 0,
-        rested=shard_bytes(small, computed) if small else 0,
-        gather=ExchangeFacts(gather.sent + peers, gather.staging),
-        rest_gather=_exchange(private.gather_route, smaller.shard_group if smaller else None, None, small, computed),
+        gather=ExchangeFacts(gather.sent + peers),
         reduction=_reduction(group, gradients, travelling),
-        all_reduce_sent=0 if reads or cuts_twice else _all_reduced(group, gradients, travelling),
         wire=wire_text(group.wire, group.options.wire, group.options.outer_wire),
         feedback=feedback_bytes(group, [section.plan for section in gradients]),
         is_host=is_host(group.device),
         shards_replicas=cuts_twice,
-        replica_shard=shard_bytes(sections, computed) if cuts_twice else 0,
         replica_gradients=shard_bytes(gradients, travelling) if cuts_twice else 0,
-        replica_gather=_exchange(private.gather_route, over, outer_wires[0], group.own_sections, computed),
-        replica_reduction=_exchange(reduce_privately, over, outer_wires[1], kept_gradients, travelling),
-        gradient_buffers=group.gradient_buffers,
         communicates=not is_whole and data.shard_size > 1,
         parameters=tuple(_parameters(group, names)),
         starts=tuple(full_starts(sections, computed)),
@@ -411,8 +339,7 @@ def _exchange(
     given = zip((section.plan for section in sections), dtypes, shard_dtypes or dtypes, strict=True)
     make = partial(torch.empty, device=META)
     transfers = [Transfer(p, make(p.full_numel, dtype=d), make(p.shard_numel, dtype=own)) for p, d, own in given]
-    route = make_route(transfers, over, 0, wire)
-    return ExchangeFacts(route.sent, route.staging)
+    return ExchangeFacts(make_route(transfers, over, 0, wire).sent)
 
 
 def _reduction(group: ParamGroup, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> ExchangeFacts:

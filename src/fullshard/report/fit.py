@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.report.replay import Phase
+from fullshard.report.meta_step import Phase
 from fullshard.text import bytes_text
 
 

@@ -1,8 +1,8 @@
 """What a step of a planned model needs: the bytes at each of its moments, and seconds.
 
-A moment of the replay and the same moment of the traced step are added, so that activations that are gone by the time
-gradients are there do not count beside them. The step is one of many: what a step keeps for the next one is there all
-the time.
+A moment of the step on meta and the same moment of the traced step are added, so that activations that are gone by the
+time gradients are there do not count beside them. The step is one of many: what a step keeps for the next one is there
+all the time.
 
 Activations are traced twice, without recomputation and with all blocks recomputed. For plans between the two, each
 block brings its own part from one of the traces::
@@ -21,8 +21,8 @@ from fullshard.disk.file import BLOCK, THREADS
 from fullshard.report.activations import Activations, Moment, Pass
 from fullshard.report.estimate import Hardware, estimate_step
 from fullshard.report.facts import GroupFacts, ModelFacts
+from fullshard.report.meta_step import WORKSPACES, PredictedStep
 from fullshard.report.offloaded_facts import ON_CPU, ON_DISK
-from fullshard.report.replay import WORKSPACES, Replay
 from fullshard.text import bytes_text
 
 #: The root, where it has no group.
@@ -73,14 +73,15 @@ class Need:
 
 def need_of(
     facts: ModelFacts,
+    step: PredictedStep,
     activations: Activations,
     hardware: Hardware,
     optimizer_bytes: float,
     batch: int,
 ) -> Need:
-    """What a step of these facts needs. The positions of groups in ``activations`` are those in the facts."""
-    replay, groups = Replay(facts, activations.open_ended), facts.groups
-    kept = sum(count * size for kind, count, size in replay.kept if not kind.endswith((ON_CPU, ON_DISK)))
+    """What a ``step`` of these facts needs. The positions of groups in ``activations`` are those in the facts."""
+    groups = facts.groups
+    kept = sum(count * size for kind, count, size in step.kept if not kind.endswith((ON_CPU, ON_DISK)))
     freed = [group.whole for group in groups if group.reshards and not group.shares]
     late = [at for at in set(activations.late) if groups[at].reshards and not groups[at].shares]
     kept += max(freed, default=0) * len(late)
@@ -92,14 +93,14 @@ def need_of(
     uncounted = _UNCOUNTED if groups[0].is_host else math.prod(WORKSPACES[1:])
     rest = shards + state + facts.outside + batch + kept + activations.workspace + uncounted
     passes, widest = Counter[str](), Counter[tuple[str, int]]()
-    for (during, at, _), nbytes in replay.beside.items():
+    for (during, at, _), nbytes in step.beside.items():
         passes[during] = max(passes[during], nbytes)
         widest[during, at] = max(widest[during, at], nbytes)
     peaks = Counter[str]()
     alive = defaultdict[str, int](int)
     for moment, nbytes in activations.peaks.items():
         during, at, _ = moment
-        beside = replay.beside.get(moment, widest.get((during, at), passes[during]))
+        beside = step.beside.get(moment, widest.get((during, at), passes[during]))
         name = f"{during} of {groups[at].title if at >= 0 else ROOT}"
         if rest + beside + nbytes > peaks[name]:
             peaks[name], alive[name] = rest + beside + nbytes, nbytes
@@ -109,7 +110,7 @@ def need_of(
     element = gradients / trained if trained else _ELEMENT  # of a parameter
     peaks["optimizer step"] = rest + gradients + (round(element * updated) if optimizer_bytes > element else 0)
     peaks = Counter({name: round((1 + _SHARE) * nbytes) for name, nbytes in peaks.items()})
-    seconds = estimate_step(facts, replay, hardware, activations.flops).step
+    seconds = estimate_step(facts, step, hardware, activations.flops).step
     seconds += sum(_seconds_of(group, optimizer_bytes) for group in groups if group.offloaded.what)
     largest = max(peaks, key=lambda name: peaks[name])
     parts = {"shards": shards, "optimizer state": state, "buffers of parameters and gradients": kept}

@@ -3,8 +3,8 @@
 The search begins with the fastest plan: every group stays whole from forward to backward, and nothing is recomputed.
 While a moment of the step needs too much, it makes the change that loses the fewest seconds for each byte by which the
 step comes nearer to fitting. In the end it takes back the changes that later ones made needless. The plan is then
-applied to a copy of the model on meta, traced and replayed; if that needs more than the search had predicted, the
-search goes on with less memory.
+applied to a copy of the model on meta, which is traced and runs a step; if that needs more than the search had
+predicted, the search goes on with less memory.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from fullshard.report.activations import Activations, Loss, trace_step
 from fullshard.report.explain import planned_device, state_bytes
 from fullshard.report.facts import ModelFacts, facts_of
 from fullshard.report.meta_copy import on_meta
+from fullshard.report.meta_step import MetaStep
 from fullshard.report.plan import Change, Plan, PlannedGroup, shortened
 from fullshard.report.predicted import TO_DISK, Need, TracedBlocks, assumed_hardware, need_of, staging_bytes
 from fullshard.report.snapshot import Snapshot
@@ -256,6 +257,7 @@ class Search:
         self.blocks = [names[block] for block in repeated_blocks(model)]
         self._layers = [names[layer] for layer in _large_layers(model, repeated_blocks(model))]
         self._facts: dict[_Key, ModelFacts] = {}
+        self._steps: dict[_Key, MetaStep] = {}
         self._groups: dict[_Key, list[PlannedGroup]] = {}
         self._order: list[str] = []  # of the modules in forward
         fine = _Choice(1, apart=True)
@@ -365,33 +367,32 @@ class Search:
         key = choice.key
         self._groups[key] = self._groups_of(choice)
         sharded = self._sharded(choice, [])
-        names = [group.name for group in facts_of(sharded).groups]
-        owner = {name: at for at, title in enumerate(names) for name in title.split(", ")}
-        found = [owner.get(name, owner.get("")) for name in self._order]
-        self._facts[key] = facts_of(sharded, [at for at in found if at is not None])
+        titles = [each.modules for unit in units_in(sharded) for each in unit.groups]
+        owner = {module: at for at, modules in enumerate(titles) for module in modules}
+        found = [owner.get(sharded.get_submodule(name), owner.get(sharded)) for name in self._order]
+        facts = self._facts[key] = facts_of(sharded, [at for at in found if at is not None])
+        self._steps[key] = MetaStep(units_in(sharded), facts)
 
     def checked(self, plan: Plan) -> Need:
-        """What the plan needs, traced and replayed as it is. Collective."""
+        """What the plan needs, as it is traced and runs. Collective."""
         sharded = self._applied(plan)
         found = self._trace(sharded)
         facts = facts_of(sharded, found.order)
-        return need_of(facts, found, self._hardware, self._optimizer_bytes, self._batch)
+        step = MetaStep(units_in(sharded), facts).run(facts, found.open_ended)
+        return need_of(facts, step, found, self._hardware, self._optimizer_bytes, self._batch)
 
     def _need(self, choice: _Choice) -> Need:
         facts, freed = self._facts[choice.key], self._groups[choice.key][: choice.resharded]
         names = {", ".join(group.modules) for group in freed}
-        groups = tuple(
-            replace(
-                each,
-                reshards=each.name in names and each.communicates,
-                offloaded=each.offloaded.part(*choice.shares),
-            )
-            for each in facts.groups
-        )
+        groups = []
+        for each in facts.groups:
+            freely, part = each.name in names and each.communicates, each.offloaded.part(*choice.shares)
+            groups.append(replace(each, reshards=freely, offloaded=part))
         recomputed = self._traced.worth[: choice.recomputed]
-        changed = replace(facts, groups=groups, prefetch=choice.prefetch)
+        changed = replace(facts, groups=tuple(groups), prefetch=choice.prefetch)
         traced = self._traced.combined(changed, recomputed)
-        return need_of(changed, traced, self._hardware, self._optimizer_bytes, self._batch)
+        step = self._steps[choice.key].run(changed, traced.open_ended)
+        return need_of(changed, step, traced, self._hardware, self._optimizer_bytes, self._batch)
 
     # the search
 

@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 
 from fullshard.report.estimate import Estimate
 from fullshard.report.facts import GroupFacts, ModelFacts
-from fullshard.report.replay import ExchangeTotal, Phase
+from fullshard.report.meta_step import ExchangeTotal, Phase
 from fullshard.text import (
     WIDTH,
     bytes_text,

@@ -22,7 +22,7 @@ import torch.nn as nn
 from fullshard.buffer.heap import keep_freed, return_freed
 from fullshard.buffer.slots import SHARED
 from fullshard.comm.waits import WAITS, Position
-from fullshard.device import EventMark, is_host, mark_now
+from fullshard.device import CPU, EventMark, is_host, mark_now
 from fullshard.group.comm_context import CommContext
 from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
@@ -116,7 +116,7 @@ class Schedule:
                     location = param.locations[0]
                     param.rename(plain_name(f"{names.get(id(location.module), '')}.{location.name}"))
         self.size_slots()
-        if is_host(self.device) and not any(group.offloaded.disk is not None for group in self.groups()):
+        if self.device == CPU and not any(group.offloaded.disk is not None for group in self.groups()):
             # The reduced gradients, those of autograd that wait to be taken, and activations of a similar size.
             largest = max([group.full.buffer.nbytes for group in self.groups()], default=0)
             keep_freed(self, 2 * sum(group.shard.nbytes for group in self.groups()) + 4 * largest)
