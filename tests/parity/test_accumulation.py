@@ -190,7 +190,8 @@ def test_gradient_divide_factor(world: World, divisor: float, sum_only: bool) ->
             module.set_force_sum_reduction_for_comms(sum_only)
 
     training = Training(build=lambda: seeded(MLP), shard=shard, batch=random_batch(4, 6), divisor=divisor)
-    compare(world, training, with_torch=sum_only)  # torch asks gloo for a reduction that gloo does not have
+    # torch asks gloo for a reduction that gloo does not have, and does not divide where one rank shards.
+    compare(world, training, with_torch=sum_only and world.size > 2)
 
 
 @pytest.mark.slow
