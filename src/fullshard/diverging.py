@@ -32,7 +32,7 @@ class StepCounter(Protocol):
 
 #: The replicas of each mesh that has no ``replicate_group`` because they train apart. Copies of a group share the mesh.
 _replicas: weakref.WeakKeyDictionary[DataMesh, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-#: Who counts the steps on a group. (The optimizer's hooks keep it alive.)
+#: The counter of the steps on each group. (The optimizer's hooks keep it alive.)
 _counters: weakref.WeakKeyDictionary[GroupContext, weakref.ref[StepCounter]] = weakref.WeakKeyDictionary()
 
 
@@ -50,12 +50,12 @@ def replicas_apart(group: GroupContext) -> dist.ProcessGroup | None:
 
 
 def count_steps(group: GroupContext, counter: StepCounter) -> None:
-    """Note who counts the optimizer's steps on a group."""
+    """Note the counter of the optimizer's steps on a group."""
     _counters[group] = weakref.ref(counter)
 
 
 def counter_of(group: GroupContext) -> StepCounter | None:
-    """Who counts the optimizer's steps on a group, if somebody does."""
+    """The counter of the optimizer's steps on a group, if there is one."""
     counter = _counters.get(group)
     return counter() if counter is not None else None
 

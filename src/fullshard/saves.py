@@ -1,4 +1,4 @@
-"""Who is told of the checkpoints that a model's program saves. Checkpoints tell, and know none of the listeners."""
+"""Listeners for the checkpoints of a model. A save calls them, and knows nothing else of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import units_in
 
-#: Is called, in any thread, with the seconds of a save that has ended, its bytes, and the seconds that training waited.
+#: A function that is called, in any thread, with the seconds of a save that has ended, its bytes, and the seconds that training waited.
 Listener = Callable[[float, int, float], object]
 _listeners: weakref.WeakKeyDictionary[Schedule, list[Listener]] = weakref.WeakKeyDictionary()
 
@@ -23,6 +23,6 @@ def listen(schedule: Schedule, listener: Listener) -> Callable[[], None]:
 
 
 def listeners_of(model: nn.Module) -> list[Listener]:
-    """Those for a model or for parts of it."""
+    """The listeners for a model or for parts of it."""
     schedules = dict.fromkeys(unit.schedule for unit in units_in(model) if unit.schedule is not None)
     return [each for schedule in schedules for each in _listeners.get(schedule, ())]
