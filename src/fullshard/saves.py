@@ -10,7 +10,8 @@ from torch import nn
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import units_in
 
-#: A function that is called, in any thread, with the seconds of a save that has ended, its bytes, and the seconds that training waited.
+#: A function that is called, in any thread, with the seconds of a save that has ended, its bytes, and the seconds for
+#: which training waited.
 Listener = Callable[[float, int, float], object]
 _listeners: weakref.WeakKeyDictionary[Schedule, list[Listener]] = weakref.WeakKeyDictionary()
 
