@@ -134,7 +134,7 @@ _NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "torch.distributed._composable.replicate_with_fsdp": {"_get_registry": lambda old: partial(_registry, old)},
     "torch.distributed.checkpoint.state_dict": {
         "FSDP": lambda torch_class: _Both("FullyShardedDataParallel", (), {"torch_class": torch_class}),
-        "HYBRID_SHARDING_STRATEGIES": lambda old: _Hybrid(old),
+        "HYBRID_SHARDING_STRATEGIES": _Hybrid,
         "_get_fqns": lambda old: partial(_names_of, old),
         "_get_module_fsdp_state_if_fully_sharded_module": lambda old: lambda module: unit_of(module) or old(module),
         "_unflatten_optim_state_dict": lambda old: partial(_unflatten, old),

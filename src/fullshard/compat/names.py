@@ -96,7 +96,7 @@ def _mark(unit: Unit) -> None:
     parameters of a wrapper tells Lightning that the optimizer was made after wrapping."""
     if unit.is_wrapper:
         wrapper = next(each for each in type(unit.modules[0]).__mro__ if each.__name__ == "FullyShardedDataParallel")
-        for name, read in _ON_WRAPPERS.items():
+        for name, read in _ON_WRAPPERS.items() if "_has_params" not in vars(wrapper) else ():
             setattr(wrapper, name, property(read))
     for module in managed_modules(unit.modules):
         module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # type: ignore[assignment]

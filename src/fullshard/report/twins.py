@@ -283,7 +283,7 @@ class Twins:
         params = [self._parameter(param) for param in group.params]
         modules, device = [*map(self._module, group.modules)], META if is_host(group.device) else PLANNED
         transport = self._transport(group.transport, group.device)
-        kind: type[ParamGroup] = _ON_DISK.setdefault(type(group), type("Twin", (_Twin, type(group)), {}))
+        kind: type[ParamGroup] = _twin_classes.setdefault(type(group), type("Twin", (_Twin, type(group)), {}))
         twin = self._memo[id(group)] = kind(params, modules, group.data, device, options, transport, position)
         twin.reduce_transport = self._transport(group.reduce_transport, group.device)
         twin.reduce_process_group, twin.name = group.reduce_process_group, group.name
@@ -341,7 +341,7 @@ class _Twin(ParamGroup):
             self.full.use_pool()  # and read from there
 
 
-_ON_DISK: dict[type, type[ParamGroup]] = {}
+_twin_classes: dict[type, type[ParamGroup]] = {}
 
 
 def _nothing(_: object) -> None:
