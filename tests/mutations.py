@@ -28,7 +28,7 @@ NEAREST = {
     "buffer/plan.py": ("tests/buffer/test_plan.py", "tests/comm/test_rounds.py", "tests/comm/test_transport.py"),
     "buffer/messages.py": (
         "tests/buffer/test_messages.py",
-        "tests/group/test_gradient_views.py",
+        "tests/group/test_gradient_buffer.py",
         "tests/comm/test_collective.py",
         "tests/comm/test_transport.py",
     ),
@@ -102,8 +102,8 @@ MUTATIONS = (
     ),
     Mutation(
         "group/feedback.py",
-        "Feedback(self._lost_of(parts, zero_copy), self._was_loaded)",
-        "Feedback(self._lost_of(parts, zero_copy))",
+        "Feedback(self.lost_of(parts, zero_copy), self._was_loaded)",
+        "Feedback(self.lost_of(parts, zero_copy))",
         "tests/checkpoint/test_feedback.py::test_the_first_gradients_after_a_load_include_what_was_lost",
     ),
     Mutation(
@@ -229,13 +229,13 @@ MUTATIONS = (
     ),
     Mutation(
         "group/reduction.py",
-        "int(output.storage_offset()) + offset for",
-        "offset for",
+        "part.locals(each, int(each.storage_offset()))",
+        "part.locals(each)",
         "tests/parity/test_stages.py::test_micro_batches_of_parameters_of_two_dtypes",
     ),
     Mutation(
         "group/reduction.py",
-        "(i, each.clone() if hop.lends_memory else each)",
+        "(i, each.clone() if second.lends_memory else each)",
         "(i, each)",
         "tests/parity/test_stages.py::test_micro_batches",
     ),
@@ -320,7 +320,7 @@ MUTATIONS = (
     ),
     Mutation(
         "group/gradients.py",
-        "self._views.zero(index)",
+        "buffer.views.zero(index)",
         "pass",
         "tests/parity/test_accumulation.py::test_hybrid_accumulated_where_the_last_micro_batch_leaves_a_block_out",
     ),
@@ -337,8 +337,8 @@ MUTATIONS = (
         "tests/fully_shard/test_errors_in_step.py::test_a_reset_forgets_sums_over_some_of_the_ranks",
     ),
     Mutation(
-        "group/reduction.py",
-        "output[part.plan.owned_numel(group.data.shard_rank) :].zero_()",
+        "group/gradient_buffer.py",
+        "memory[end:].zero_()",
         "pass",
         "tests/parity/test_wrapper_flat.py::test_the_padding_of_a_gradient_is_zero",
     ),
@@ -350,14 +350,14 @@ MUTATIONS = (
     ),
     Mutation(
         "group/reduction.py",
-        "local.add_(self._partial.pop(index))",
-        "self._partial.pop(index)",
+        "local.add_(partial_sums.pop(index))",
+        "partial_sums.pop(index)",
         "tests/parity/test_accumulation.py::test_hybrid_micro_batches",
     ),
     Mutation(
-        "group/gradients.py",
-        "HoldingMark(mark, zero_copy, self._buffer.give_back)",
-        "HoldingMark(mark, (), self._buffer.give_back)",
+        "group/reduction.py",
+        "HoldingMark(mark, zero_copy, buffer.slot.give_back)",
+        "HoldingMark(mark, (), buffer.slot.give_back)",
         "tests/simulated/test_training.py::test_every_way_to_train",
     ),
     # when each group is gathered and reduced
@@ -477,21 +477,21 @@ MUTATIONS = (
         "tests/simulated/test_training.py::test_every_way_to_train",
     ),
     Mutation(
-        "group/gradients.py",
-        "in_use else buffers - 1, buffers)",
-        "in_use else buffers - 1, buffers - 1)",
+        "group/gradient_buffer.py",
+        "in_use else most - 1, most)",
+        "in_use else most - 1, most - 1)",
         "tests/simulated/test_overlap.py::test_the_all_reduces_of_so_many_reductions_may_run",
     ),
     Mutation(
         "group/reduction.py",
-        "if self._buffer.pool.is_host:",
+        "if slot.pool.is_host:",
         "if True:",
         "tests/simulated/test_overlap.py::test_a_reduction_is_waited_for_when_the_next_buffer_is_written",
     ),
     Mutation(
-        "group/gradients.py",
-        "self._buffer.take().wait()",
-        "self._buffer.take()",
+        "group/gradient_buffer.py",
+        "            ready.wait()",
+        "            pass",
         "tests/parity/test_accumulation.py::test_micro_batches",
     ),
     Mutation(
@@ -606,8 +606,8 @@ MUTATIONS = (
     ),
     Mutation(
         "group/reduction.py",
-        "group.comm.reductions.add_sum(HoldingMark(mark, values, hop.release))",
-        "group.comm.reductions.add_sum(mark)",
+        "self._reductions.add_sum(HoldingMark(mark, values, second.release))",
+        "self._reductions.add_sum(mark)",
         "tests/simulated/test_training.py::test_every_way_to_train",
     ),
     Mutation(

@@ -155,7 +155,7 @@ POINTS: dict[str, tuple[str, When]] = {
     "leaves are made": ("fullshard.group.full_buffer:FullBuffer._make_leaves", "before"),
     "leaves are known": ("fullshard.group.full_buffer:register", "before"),
     "values have arrived": ("fullshard.group.full_buffer:FullBuffer.wait_for_gather", "before"),
-    "a reduction is planned": ("fullshard.group.gradients:Gradients._plan_reduction", "before"),
+    "a reduction is planned": ("fullshard.group.reduction:Reducer.plan", "before"),
     "a reduction starts": ("fullshard.group.reduction:PendingReduction.start", "before"),
     "a reduction has ended": ("fullshard.group.reduction:PendingReduction.accumulate", "before"),
 }

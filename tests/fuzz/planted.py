@@ -19,7 +19,7 @@ from fullshard.group import reduction as reduction_module
 from fullshard.group.full_buffer import GatheredBuffer, State
 from fullshard.group.gradients import Gradients
 from fullshard.group.param_group import ParamGroup
-from fullshard.group.reduction import Hop
+from fullshard.group.reduction import SecondHop
 from fullshard.group.shard import SharedChunks
 from fullshard.group.source import ReplicaShard
 
@@ -67,7 +67,7 @@ def _dropped_gradient(patch: pytest.MonkeyPatch) -> None:
 
 def _forgotten_replicas(patch: pytest.MonkeyPatch) -> None:
     """Gradients are not summed over replicas."""
-    patch.setattr(Hop, "start", lambda self, values: (values, Done()))
+    patch.setattr(SecondHop, "start", lambda self, values: (values, Done()))
 
 
 def _early_reshard(patch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard.group import gradients
+from fullshard.group import gradient_buffer, reduction
 from tests.fully_shard.cases import groups_of, twins
 from tests.harness import World, ranks
 from tests.harness.models import seeded
@@ -24,7 +24,7 @@ def backward_of(world: World, model: Any, factor: float = 1.0) -> None:
 @pytest.mark.parametrize("limit", [1 << 20, 0], ids=["wait for one copy", "copied at once"])
 def test_gradients_that_are_not_reduced_add_up_and_are_then_averaged(world: World, limit: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "MOST_WAITING", limit)
+        patch.setattr(gradient_buffer, "MOST_WAITING", limit)
         model = fullshard.fully_shard(nn.Linear(4, 2))
         (group,) = groups_of(model)
         model.set_requires_gradient_sync(False)
@@ -92,4 +92,4 @@ def test_the_plans_of_random_sets_of_parameters_are_few(world: World) -> None:
         used = draw.sample(range(8), draw.randint(1, 8))
         pair.sharded.used = pair.whole.used = used
         pair.step(lr=1e-3)
-    assert len(group.gradients._plans) == gradients.MOST_PLANS
+    assert len(group.gradients._reducer.plans) == reduction.MOST_PLANS

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard.group import gradients
+from fullshard.group import gradient_buffer
 from tests.harness import World, ranks
 from tests.harness.compare import Precision, ShardFunction, Training, compare, each_block, mean_square, whole
 from tests.harness.models import MLP, Branches, Transformer, random_batch, seeded, token_batch
@@ -58,7 +58,7 @@ def test_micro_batches(world: World, communicates: str) -> None:
 def test_gradients_that_wait_for_one_another(world: World, most_waiting: int) -> None:
     """However many bytes of gradients wait before they are taken into the buffer together."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "MOST_WAITING", most_waiting)
+        patch.setattr(gradient_buffer, "MOST_WAITING", most_waiting)
         compare(world, micro_batches(each_block(), set_up_micro=SET_UPS["the last"]))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import fullshard
 from fullshard import FullyShardedDataParallel
 from fullshard.device import CPU, Done, EventMark, Lane, current_stream
-from fullshard.group import gradients
+from fullshard.group import gradient_buffer
 from fullshard.torch_private import CAN_SWAP_MEMORY
 from tests.fully_shard.cases import assert_close, inputs
 from tests.harness import World, ranks
@@ -229,7 +229,7 @@ def test_a_step_does_the_same_in_every_capture_and_replayed_it_is_training(
     for name in names:
         try:
             with simulate(Graphs()) as streams, pytest.MonkeyPatch.context() as patch:
-                patch.setattr(gradients, "MOST_WAITING", 1)  # gradients do not wait for one another
+                patch.setattr(gradient_buffer, "MOST_WAITING", 1)  # gradients do not wait for one another
                 assert isinstance(streams.model, Graphs)
                 train(Captured(world, streams.model, ways(world)[name]))
         except (AssertionError, RuntimeError) as error:
@@ -240,7 +240,7 @@ def test_a_step_does_the_same_in_every_capture_and_replayed_it_is_training(
 @ranks(2, transport="collective", timeout=120)
 def test_a_capture_begins_while_reductions_are_under_way(world: World) -> None:
     with simulate(Graphs()) as streams, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "MOST_WAITING", 1)  # gradients do not wait for one another
+        patch.setattr(gradient_buffer, "MOST_WAITING", 1)  # gradients do not wait for one another
         assert isinstance(streams.model, Graphs)
         trained = Captured(world, streams.model, ways(world)["several in flight"])
         for _ in range(_WARM_UP):

@@ -21,7 +21,7 @@ from fullshard.buffer import slots
 from fullshard.comm import collective
 from fullshard.device import CPU, current_stream, streams_of
 from fullshard.group import comm_context
-from fullshard.group.gradient_views import WholeViews
+from fullshard.group.gradient_buffer import WholeViews
 from tests.fully_shard.cases import groups_of
 from tests.group import test_extension
 from tests.harness import World, ranks
@@ -118,7 +118,7 @@ def gradients_cast_into_slots(world: World) -> None:
     def set_up(model: Any, micro: int) -> None:
         if hasattr(model, "set_requires_gradient_sync"):
             model.set_requires_gradient_sync(micro != 1)
-            cast.extend(type(group.gradients._views) is WholeViews for group in groups_of(model.blocks))
+            cast.extend(type(group.gradients.buffer.views) is WholeViews for group in groups_of(model.blocks))
 
     with mock.patch.object(collective, "_LAUNCHES_TOGETHER", ("gloo",)):
         how: dict[str, Any] = {"shard": each_block(precision=precision), "precision": precision}

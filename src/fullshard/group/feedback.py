@@ -13,18 +13,17 @@ Owns this memory, and how it is saved and loaded. Routes write what is lost and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 
 from fullshard.buffer.messages import vectors, zero_copy_in
 from fullshard.buffer.plan import BufferPlan
-from fullshard.buffer.sections import Section
-from fullshard.comm.transport import PLAIN_SUM, Feedback, Reduction, Transfer, Wire
+from fullshard.comm.transport import Feedback, Wire
 from fullshard.group.context import GroupContext
-from fullshard.group.gradient_views import WholeViews
-from fullshard.group.parameter import local_tensor
-from fullshard.group.reduction import Part, ReductionPlan, ScatterHop
+from fullshard.group.gradient_buffer import GradientBuffer, Part, WholeViews
+from fullshard.group.parameter import IndexedTensor, local_tensor
 
 _DTYPE = torch.bfloat16
 
@@ -78,12 +77,11 @@ class GradientFeedback:
                 self.scale(0.0)
                 self._delivered = -1
 
-    def lay_out(self, views: WholeViews, sections: Sequence[Section], fulls: Sequence[torch.Tensor]) -> None:
-        """Use the layout of gradients with these views in ``fulls`` from now on."""
-        before, self._lost = self._lost, None
-        self._layout = views, sections, fulls
+    def lay_out(self, buffer: GradientBuffer) -> None:
+        """Use the layout of this buffer from now on."""
+        before, self._lost, self._buffer = self._lost, None, buffer
         if before is not None:
-            kept = before.dtypes.keys() & views.dtypes.keys()
+            kept = before.dtypes.keys() & buffer.views.dtypes.keys()
             self._allocated().write({index: before.read(index).clone() for index in kept})
 
     def wire(self, parts: Sequence[Part], zero_copy: Sequence[int], replica_parts: Sequence[Part]) -> Wire | None:
@@ -91,7 +89,7 @@ class GradientFeedback:
         wire = self._group.wire("reduce")
         if wire is None or not self._group.has_feedback:
             return wire
-        feedback = Feedback(self._lost_of(parts, zero_copy), self._was_loaded)
+        feedback = Feedback(self.lost_of(parts, zero_copy), self._was_loaded)
         wire = wire._replace(feedback=feedback)
         if self._loaded:
             self._put_loaded(wire, parts, replica_parts)
@@ -99,15 +97,16 @@ class GradientFeedback:
 
     def _allocated(self) -> WholeViews:
         if self._lost is None:
-            views, sections, fulls = self._layout
-            lost = [torch.zeros_like(full, dtype=_DTYPE) for full in fulls]
-            self._lost = type(views)(self._group.params, sections, lost, views.kept)
+            buffer, views = self._buffer, self._buffer.views
+            lost = [torch.zeros_like(full, dtype=_DTYPE) for full in buffer.fulls]
+            self._lost = type(views)(self._group.params, buffer.sections, lost, views.kept)
             for index in views.kept:
                 self._lost.zero(index)
-            self._lost_by_full = dict(zip(map(id, fulls), lost, strict=True))
+            self._lost_by_full = dict(zip(map(id, buffer.fulls), lost, strict=True))
         return self._lost
 
-    def _lost_of(self, parts: Sequence[Part], zero_copy: Sequence[int]) -> list[torch.Tensor]:
+    def lost_of(self, parts: Sequence[Part], zero_copy: Sequence[int]) -> list[torch.Tensor]:
+        """What was lost of the gradients of some parts, and of ``zero_copy`` gradients, where it lies."""
         views = self._allocated()
         lost = [self._lost_by_full[id(part.full)] for part in parts]
         return [*lost, *map(views.zero_copy.__getitem__, zero_copy)]
@@ -119,9 +118,9 @@ class GradientFeedback:
     def _put_loaded(self, wire: Wire, parts: Sequence[Part], replica_parts: Sequence[Part]) -> None:
         """Put what was loaded for the parameters of a reduction in the place of this rank's own part."""
         assert wire.feedback is not None
-        data, plans, shards = self._group.data, [part.plan for part in parts], _shards(parts, _DTYPE)
-        given = _shards(replica_parts, _DTYPE) if replica_parts else shards
-        for index, chunk in _chunks(replica_parts or parts, given):
+        data, plans, shards = self._group.data, [part.plan for part in parts], _shards(parts)
+        given = _shards(replica_parts) if replica_parts else shards
+        for index, chunk in chain.from_iterable(map(Part.locals, replica_parts or parts, given)):
             loaded = self._loaded.pop(index, None)
             if loaded is not None and (replica_parts or data.replicate_rank == 0):  # replicas have the same
                 chunk.copy_(loaded).mul_(self._group.divisor)
@@ -135,40 +134,15 @@ class GradientFeedback:
                 if not piece.is_kept and piece.part_of >= wire.min_numel:  # others travel as they are
                     piece.of_full(wire.feedback.lost[at]).copy_(piece.of_shard(shards[at]))
 
-    def summed(self, plan: ReductionPlan | None) -> dict[int, torch.Tensor]:
-        """What the next gradients lack, with a ``plan`` for all trained parameters if something may have been lost.
-
-        Returns this rank's chunks of the mean over all ranks, in bf16, by parameter. Ranks: all ranks of the group.
-        """
+    def summed(self, chunks: Iterable[IndexedTensor]) -> dict[int, torch.Tensor]:
+        """What the next gradients lack, with the ``chunks`` of this rank of what may have been lost: of the mean over
+        all ranks, in bf16, by parameter."""
         found, least = dict(self._loaded), self._group.options.wire.min_numel
-        for index, chunk in () if plan is None else self._reduced(plan):
+        for index, chunk in chunks:
             if self._group.params[index].shape.numel() >= least:
                 found[index] = chunk.to(_DTYPE)
         return found
 
-    def _reduced(self, plan: ReductionPlan) -> Iterator[tuple[int, torch.Tensor]]:
-        group, data, parts = self._group, self._group.data, plan.parts
-        lost = [each.float() for each in self._lost_of(parts, plan.zero_copy)]
-        sums = _shards(parts, torch.float32)
-        transfers = [Transfer(part.plan, *each) for part, *each in zip(parts, lost, sums, strict=False)]
-        route = group.reduce_transport.reduce_route(transfers, group.reduce_process_group, group.tag)
-        route.start(sums, Reduction(group.divisor, group.options.sum_only), *lost[len(parts) :]).finish()
-        if isinstance(plan.hop, ScatterHop):
-            parts, wholes = plan.hop.parts, sums
-            sums = _shards(parts, torch.float32)
-            transfers = [Transfer(part.plan, *each) for part, *each in zip(parts, wholes, sums, strict=True)]
-            route = group.reduce_transport.private.reduce_route(transfers, data.replicate_group, group.tag)
-            route.start(sums, PLAIN_SUM).finish()
-        elif plan.hop is not None:
-            plan.hop.start(sums)[1].finish()
-        return _chunks(parts, sums)
 
-
-def _shards(parts: Sequence[Part], dtype: torch.dtype) -> list[torch.Tensor]:
-    return [torch.zeros(part.plan.shard_numel, dtype=dtype, device=part.full.device) for part in parts]
-
-
-def _chunks(parts: Sequence[Part], shards: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-    """The chunk of each parameter in shards of these parts."""
-    for part, shard in zip(parts, shards, strict=False):
-        yield from zip(part.indices, map(shard.as_strided, *part.chunks), strict=True)
+def _shards(parts: Sequence[Part]) -> list[torch.Tensor]:
+    return [torch.zeros(part.plan.shard_numel, dtype=_DTYPE, device=part.full.device) for part in parts]

@@ -1,76 +1,84 @@
-"""One reduction of the gradients of a group, from its plan to ``param.grad``.
+"""How the gradients of a group are reduced: hop after hop, from the gradient buffer to ``param.grad``.
 
-Owns the routes of the gradients that take part, made once for each set of them, hop after hop: over the ranks that
-shard, then over the replicas. Owns also the dtype and device of ``param.grad``, and the sharded parameters.
-:mod:`fullshard.group.gradients` decides which gradients take part.
+The strategy and the mesh say which hops these are::
+
+    parameters are                 first hop                         second hop
+    sharded                        reduce-scatter over the shards    -
+      over ranks with replicas     reduce-scatter over the shards    sum over the replicas
+      and over the replicas too    reduce-scatter over the shards    reduce-scatter over the replicas
+    whole on each rank             sum over the replicas             -
+      which a function sums        a copy                            the function
+
+Owns the routes of these hops, made once for each set of parameters, the dtype and the device of ``param.grad``, and
+when it is set. :mod:`fullshard.group.gradients` decides which gradients take part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import chain
 
 import torch
 
+from fullshard.buffer.messages import zero_copy_in
 from fullshard.buffer.plan import BufferPlan
-from fullshard.buffer.sections import starts, views
+from fullshard.buffer.sections import Section, starts, views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.all_reduce import sum_route
 from fullshard.comm.transport import PLAIN_SUM, Feedback, Reduction, Route, StillRead, Transfer, Wire
 from fullshard.comm.waits import waiting
-from fullshard.device import CPU, Done, HoldingMark, Mark, Pending, beside, copy_to_host, is_host
+from fullshard.device import CPU, Done, HoldingMark, Mark, Pending, beside, copy_to_host
 from fullshard.disk.tensor import DiskTensor
 from fullshard.group.comm_context import Reductions
 from fullshard.group.context import GroupContext
+from fullshard.group.feedback import GradientFeedback
+from fullshard.group.gradient_buffer import GradientBuffer, Part
 from fullshard.group.module_parameters import ModuleParameters
 from fullshard.group.parameter import IndexedTensor
 from fullshard.torch_private import after_accumulation, foreach_add, run_after_accumulation
 
-
-@dataclass(frozen=True)
-class Part:
-    """The parameters of one section that take part in a reduction."""
-
-    indices: tuple[int, ...]
-    plan: BufferPlan
-    full: torch.Tensor  # where their gradients lie
-    allocate: Callable[[], torch.Tensor]  # memory for the reduced values, in the dtype in which they are written
-    home_dtype: torch.dtype  # of ``param.grad``
-    chunks: tuple[list[torch.Size], list[tuple[int, ...]], list[int]]  # sizes, strides and offsets in the shard
-    lengths: list[int]  # of chunks, if all are vectors end to end: then one call finds them
+#: Plans of reductions that a group keeps: programs that drop layers at random have a set of parameters for each step.
+MOST_PLANS = 16
+Started = tuple[Sequence[torch.Tensor], Pending]  # where the results will be, and when
 
 
-def make_part(
-    gradients: Sequence[IndexedTensor], plan: BufferPlan, full: torch.Tensor, dtype: torch.dtype, home: torch.dtype
-) -> Part:
-    """The part with these gradients in the shard of ``plan``, which is reduced in ``dtype``."""
-    views = [view for _, view in gradients]
-    chunks = [v.shape for v in views], [v.stride() for v in views], [int(v.storage_offset()) for v in views]
-    lengths = [view.numel() for view in views if view.ndim == 1]
-    if [*accumulate(lengths, initial=0)] != [*chunks[2], plan.shard_numel]:
-        lengths = []
-    allocate = partial(torch.empty, plan.shard_numel, dtype=dtype, device=full.device)
-    return Part(tuple(index for index, _ in gradients), plan, full, allocate, home, chunks, lengths)
+@dataclass(eq=False)
+class FirstHop:
+    """A reduce-scatter of the gradients in the buffer, and of ``zero_copy`` ones beside it, to ``parts`` of a shard; or
+    a sum over replicas, of large gradients where autograd made them."""
+
+    parts: Sequence[Part]
+    zero_copy: Sequence[int]  # parameters, in the order in which their gradients travel
+    make_route: Callable[[Sequence[Transfer]], Route]
+    sums_wholes: bool  # whether zero-copy gradients are the results of the last parts, which need no memory
+    route: Route | None = None  # once a reduction was started
+
+    def find_route(self, outputs: Sequence[torch.Tensor], zero_copy: Sequence[torch.Tensor]) -> Route:
+        """Make the route of a first reduction with such results."""
+        shards = outputs if any(part.plan.is_messages for part in self.parts) else [*outputs, *zero_copy]
+        transfers = [Transfer(part.plan, part.full, out) for part, out in zip(self.parts, shards, strict=False)]
+        self.route = self.make_route(transfers)
+        return self.route
 
 
-class Hop:
-    """What follows the reduce-scatter: the sum over replicas that have whole shards, if there are any, in place. A
-    user's function may sum, or change the result, which has ``parts``."""
+class SecondHop:
+    """The sum over replicas that have whole shards, if there are any, in place. A function of the user may sum, or
+    change the result, which has ``parts``."""
 
-    lends_memory = False  # whether what the reduce-scatter gives lies in memory for the next reduction
+    lends_memory = False  # whether the first hop writes to memory that the next reduction gets
 
     def __init__(self, group: GroupContext, parts: Sequence[Part]) -> None:
         self.group, self.parts = group, parts
         self._route: Route | None = None
 
     def take(self) -> Sequence[torch.Tensor]:
-        """Memory for what the reduce-scatter gives."""
+        """Memory for what the first hop gives."""
         return [part.allocate() for part in self.parts]
 
-    def start(self, values: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Pending]:
-        """Start with what the reduce-scatter has given. Returns where the results will be."""
+    def start(self, values: Sequence[torch.Tensor]) -> Started:
+        """Start with what the first hop has given."""
         group, replicas, function = self.group, self.group.data.replicate_group, self.group.options.all_reduce
         if replicas is None:
             return values, Done()
@@ -83,11 +91,17 @@ class Hop:
             self._route = sum_route(group.reduce_transport.private, [], replicas, group.tag, group.device)
         return values, self._route.start((), PLAIN_SUM, *values)
 
+    def sum_exactly(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The results of ``values`` of any dtype, without a wire."""
+        results, pending = self.start(values)
+        pending.finish()
+        return results
+
     def release(self, read: Mark | None = None) -> None:
         """Give the memory back, once ``read`` has passed."""
 
 
-class ScatterHop(Hop):
+class ScatterHop(SecondHop):
     """A reduce-scatter over replicas, each of which has a part of the shard between steps. ``shards`` are what the
     ranks of a replica have reduced. ``losses`` has what encodings have lost of each parameter, where that lay last."""
 
@@ -112,10 +126,9 @@ class ScatterHop(Hop):
         self._views = self._views or views(self.buffer.memory, self._numels, self._dtypes)
         return self._views
 
-    def start(self, values: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Pending]:
+    def start(self, values: Sequence[torch.Tensor]) -> Started:
         group, outputs = self.group, [part.allocate() for part in self.parts]
         if self._route is None:
-            transfers = map(Transfer, [part.plan for part in self.parts], self._views, outputs)
             wire = group.wire("reduce", outer=True)
             if wire is not None and group.options.outer_wire.error_feedback:
                 lost = [torch.zeros_like(view, dtype=torch.bfloat16) for view in self._views]
@@ -123,13 +136,23 @@ class ScatterHop(Hop):
                 for part, memory in zip(self.parts, lost, strict=True):
                     for index, start, param in zip(part.indices, part.plan.full_offsets, part.plan.params, strict=True):
                         self._lost[index] = memory[start : start + param.numel]
-            transport, over = group.reduce_transport.private, group.data.replicate_group
-            self._route = transport.reduce_route([*transfers], over, group.tag, wire)
+            self._route = self._over_replicas(self._views, outputs, wire)
         for index, own in self._lost.items():
             if (before := self._losses.get(index)) is not None and before is not own:
                 own.copy_(before)  # another set of parameters was reduced last
             self._losses[index] = own
         return outputs, self._route.start(outputs, PLAIN_SUM)
+
+    def sum_exactly(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        sums = [value.new_zeros(part.plan.shard_numel) for part, value in zip(self.parts, values, strict=True)]
+        self._over_replicas(values, sums, None).start(sums, PLAIN_SUM).finish()
+        return sums
+
+    def _over_replicas(
+        self, values: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], wire: Wire | None
+    ) -> Route:
+        group, transfers = self.group, map(Transfer, [part.plan for part in self.parts], values, outputs)
+        return group.reduce_transport.private.reduce_route([*transfers], group.data.replicate_group, group.tag, wire)
 
     def release(self, read: Mark | None = None) -> None:
         self.buffer.give_back(read)
@@ -137,27 +160,136 @@ class ScatterHop(Hop):
 
 @dataclass(eq=False)
 class ReductionPlan:
-    """The parameters that take part in a reduction, by section, and how their gradients travel."""
+    """The hops of a reduction."""
 
-    parts: Sequence[Part]
-    sums: bool  # whether the route includes the replicas, each of which has all of the parameters
-    packed: Sequence[Part]  # the first of the parts: all but zero-copy gradients in which the replicas add up
-    zero_copy: Sequence[int]  # parameters whose gradients are not in the buffer
-    wire: Wire | None  # how the reduce-scatter is encoded
-    hop: Hop | None  # what follows; ``None`` if the route gives the final values, in their own dtype
-    on_delivery: Callable[[], None] | None = None  # is called when ``param.grad`` has the gradients
-    route: Route | None = None  # once a reduction was started
+    first: FirstHop
+    second: SecondHop | None  # ``None`` if the first gives the final values, in their own dtype
+    encodes: bool  # whether messages are encoded
+
+
+class Reducer:
+    """Reduces what lies in a gradient buffer.
+
+    Attributes:
+        partial: earlier sums over some of the ranks only, by parameter.
+    """
+
+    def __init__(
+        self,
+        group: GroupContext,
+        module_params: ModuleParameters,
+        buffer: GradientBuffer,
+        feedback: GradientFeedback,
+        sums: dict[int, torch.Tensor],
+    ) -> None:
+        self.group, self.module_params, self.buffer = group, module_params, buffer
+        self.feedback, self.partial = feedback, sums
+        self.plans: dict[tuple[frozenset[int], bool, bool], ReductionPlan] = {}
+
+    def start(self, wanted: frozenset[int], sums: bool) -> None:
+        """Start to reduce the gradients of these parameters, as wholes if it ``sums`` them."""
+        group, buffer, reductions = self.group, self.buffer, self.group.comm.reductions
+        is_final = sums or (group.data.replicate_group is None and group.options.all_reduce_hook is None)
+        plan = self.plans.get((wanted, is_final, sums)) or self.plan(wanted, is_final, sums)
+        if plan.encodes:
+            self.feedback.forget_given_up()
+        zero_copy = list(map(buffer.views.zero_copy.pop, plan.first.zero_copy))
+        reducing = PendingReduction(self, plan, zero_copy, reductions, reductions.drops)
+        logged, lane = group.step.log("reduce", group, wanted), group.comm.lanes.reduce
+        if logged is None:
+            mark = lane.run(reducing.start, reducing.end_first)
+        else:
+            with logged:
+                mark = lane.run(reducing.start, reducing.end_first)
+        reductions.add(mark if buffer.slot.pool.is_host else HoldingMark(mark, zero_copy, buffer.slot.give_back))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def plan(self, wanted: frozenset[int], is_final: bool, sums: bool = False) -> ReductionPlan:
+        """Make the plan of a reduction of these parameters. Usually every step has the same."""
+        if len(self.plans) == MOST_PLANS:
+            del self.plans[next(iter(self.plans))]
+        group, buffer, parts, own = self.group, self.buffer, list[Part](), list[Part]()
+        rank, options = group.data.shard_rank, group.options
+        chosen = list[tuple[Section, torch.Tensor, tuple[int, ...]]]()
+        for section, full in zip(buffer.sections, buffer.fulls, strict=True):
+            positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
+            # Whole gradients are tensors of their own: the heap keeps no freed memory of more than 32 MiB in one piece.
+            apart = [(each,) for each in positions] if sums and not group.is_flat else [positions]
+            chosen += [(section, full, each) for each in apart if each]
+        kept = buffer.views.kept if sums else frozenset[int]()
+        chosen.sort(key=lambda each: each[0].members[each[2][0]] in kept)
+        for section, full, positions in chosen:
+            plan = section.plan.select(positions)
+            members = section.members if group.is_flat else [section.members[position] for position in positions]
+            home = section.dtype
+            if options.keep_computed_dtype:
+                computed = group.compute_dtype(group.params[section.members[0]])
+                home = computed if group.data.shard_group is not None else full.dtype
+            dtypes = home if is_final else full.dtype, home
+            parts.append(buffer.part(self._gradients_in(plan, rank, members, wanted), plan, full, dtypes))
+            if group.data.shards_replicas:
+                plan = plan.inside(rank, group.data.replicate_size)
+                gradients = self._gradients_in(plan, group.own_rank, members, wanted)
+                own.append(buffer.part(gradients, plan, full, dtypes))
+        transport, replicas, over, wire = group.reduce_transport, group.data.replicate_group, None, None
+        if sums:
+            zero_copy = [index for part in parts for index in part.indices if index in kept]
+        else:
+            beside = zero_copy_in(part.plan for part in parts if part.plan.is_messages)
+            zero_copy = [parts[each.section].indices[each.param] for each in beside]
+            over, wire = group.reduce_process_group, self.feedback.wire(parts, zero_copy, own)
+        if sums and replicas is not None:
+            make_route = partial(sum_route, transport, process_group=replicas, tag=group.tag, device=group.device)
+        else:
+            make_route = partial(transport.reduce_route, process_group=over, tag=group.tag, wire=wire)
+        first = FirstHop(parts, zero_copy, make_route, sums)
+        second = None if is_final else SecondHop(group, parts)
+        if own:
+            second = ScatterHop(group, own, parts, self.feedback.between_replicas)
+        encodes = group.wire("reduce") is not None or group.wire("reduce", outer=True) is not None
+        made = self.plans[wanted, is_final, sums] = ReductionPlan(first, second, encodes)
+        return made
+
+    def _gradients_in(
+        self, plan: BufferPlan, rank: int, members: Sequence[int], wanted: frozenset[int]
+    ) -> list[IndexedTensor]:
+        """The gradients that are wanted, in the shard that ``rank`` has by a plan, on meta."""
+        shard = torch.empty(plan.shard_numel, device="meta")
+        return [(i, part) for i, part in self.module_params.gradient_views(members, plan, shard, rank) if i in wanted]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def lost(self) -> Mapping[int, torch.Tensor]:
+        """What encodings have lost of all gradients, summed over the ranks: see :meth:`GradientFeedback.summed`."""
+        group, wanted = self.group, self.buffer.trained
+        is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
+        plan = self.plans.get((wanted, is_final, False)) or self.plan(wanted, is_final)
+        parts, second = plan.first.parts, plan.second
+        lost = [each.float() for each in self.feedback.lost_of(parts, plan.first.zero_copy)]
+        sums: Sequence[torch.Tensor] = [
+            each.new_zeros(part.plan.shard_numel) for part, each in zip(parts, lost, strict=False)
+        ]
+        transfers = [Transfer(part.plan, *each) for part, *each in zip(parts, lost, sums, strict=False)]
+        route = group.reduce_transport.reduce_route(transfers, group.reduce_process_group, group.tag)
+        route.start(sums, Reduction(group.divisor, group.options.sum_only), *lost[len(parts) :]).finish()
+        if second is not None:
+            parts, sums = second.parts, second.sum_exactly(sums)
+        return self.feedback.summed(chain.from_iterable(map(Part.locals, parts, sums)))
+
+    def release(self) -> None:
+        """Give back what reductions that an error cut short have taken."""
+        for plan in self.plans.values():
+            if plan.second is not None:
+                plan.second.release()
 
 
 @dataclass(eq=False, slots=True)
 class PendingReduction:
-    """A reduction under way; ``partial`` has earlier sums over some of the ranks only."""
+    """A reduction under way."""
 
-    _group: GroupContext
-    _module_params: ModuleParameters
-    _partial: dict[int, torch.Tensor]
+    _of: Reducer
     _plan: ReductionPlan
-    _buffer: SlotBuffer
     _zero_copy: Sequence[torch.Tensor]
     _reductions: Reductions
     _drops: int  # ``Reductions.drops`` when it began
@@ -166,73 +298,54 @@ class PendingReduction:
     _pending: Pending | None = None
 
     def start(self) -> Pending:
-        group, plan = self._group, self._plan
-        self._parts = plan.parts
-        outputs = self._outputs = [part.allocate() for part in plan.packed] if plan.hop is None else plan.hop.take()
-        if group.is_flat:  # all of the shard is shown, its padding too
-            for part, output in zip(plan.parts, outputs, strict=True):
-                output[part.plan.owned_numel(group.data.shard_rank) :].zero_()
-        factor = group.options.divide_factor  # as in ``group.divisor``, which would be a call more in each step
+        group, first, second, zero_copy = self._of.group, self._plan.first, self._plan.second, self._zero_copy
+        self._parts = first.parts
+        parts = first.parts[: -len(zero_copy)] if zero_copy and first.sums_wholes else first.parts
+        outputs = [part.allocate() for part in parts] if second is None else second.take()
+        # As ``group.divisor``, which would be a call more in each step.
+        factor = group.options.divide_factor
         divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
-        if plan.route is None:
-            shards = outputs if any(part.plan.is_messages for part in plan.parts) else [*outputs, *self._zero_copy]
-            transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, shards, strict=False)]
-            replicas = group.data.replicate_group
-            if plan.sums and replicas is not None:
-                plan.route = sum_route(group.reduce_transport, transfers, replicas, group.tag, group.device)
-            else:
-                over = None if plan.sums else group.reduce_process_group
-                plan.route = group.reduce_transport.reduce_route(transfers, over, group.tag, plan.wire)
-        self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._zero_copy)
-        if plan.sums:
-            self._outputs = [*outputs, *self._zero_copy]
+        route = first.route or first.find_route(outputs, zero_copy)
+        self._pending = route.start(outputs, Reduction(divisor, group.options.sum_only), *zero_copy)
+        self._outputs = [*outputs, *zero_copy] if first.sums_wholes else outputs
         self._zero_copy = ()  # the started communication holds them, or the caller
         return self._pending
 
-    def scattered(self) -> None:
-        """Continue after the reduce-scatter: give back the buffer (on devices its mark does), and sum over replicas."""
-        group, hop = self._group, self._plan.hop
-        if self._buffer.pool.is_host:
-            self._buffer.give_back(self._pending if isinstance(self._pending, StillRead) else None)
+    def end_first(self) -> None:
+        """Continue after the first hop: give back the buffer (on devices its mark does), and start the second."""
+        of, second = self._of, self._plan.second
+        group, slot, partial_sums = of.group, of.buffer.slot, of.partial
+        if slot.pool.is_host:
+            slot.give_back(self._pending if isinstance(self._pending, StillRead) else None)
         is_dropped = self._reductions.drops != self._drops  # an error has ended the step of these gradients
-        if hop is None:
+        if second is None:
             if not is_dropped:
                 self._hand_over() if group.offloads_to_host else self.accumulate()
             return
         if not is_dropped and group.data.replicate_group is not None:
-            for index, local in self._locals():
-                if index in self._partial:
-                    local.add_(self._partial.pop(index))
+            pairs = zip(self._parts, self._outputs, strict=True)
+            chunks = [chunk for part, each in pairs for chunk in part.locals(each, int(each.storage_offset()))]
+            for index, local in chunks:
+                if index in partial_sums:
+                    local.add_(partial_sums.pop(index))
             if not group.options.strategy.all_reduces:
-                self._partial.update((i, each.clone() if hop.lends_memory else each) for i, each in self._locals())
+                partial_sums.update((i, each.clone() if second.lends_memory else each) for i, each in chunks)
                 is_dropped = True
         if is_dropped:
-            hop.release()
+            second.release()
             return
-        values, mark = self._outputs, group.comm.lanes.all_reduce.run(partial(self._start_hop, hop), self._hand_over)
-        if is_host(group.device) and not hop.lends_memory:
-            mark.wait()
-        else:
-            group.comm.reductions.add_sum(HoldingMark(mark, values, hop.release))
+        values, mark = self._outputs, group.comm.lanes.all_reduce.run(self._start_second, self._hand_over)
+        self._reductions.add_sum(HoldingMark(mark, values, second.release))
 
-    def _start_hop(self, hop: Hop) -> Pending:
-        self._parts, (self._outputs, pending) = hop.parts, hop.start(self._outputs)
+    def _start_second(self) -> Pending:
+        second = self._plan.second
+        assert second is not None
+        self._parts, (self._outputs, pending) = second.parts, second.start(self._outputs)
         return pending
-
-    def _locals(self) -> list[tuple[int, torch.Tensor]]:
-        """The chunk of each parameter in the outputs."""
-        found: list[tuple[int, torch.Tensor]] = []
-        for part, output in zip(self._parts, self._outputs, strict=True):
-            vectors = part.lengths and torch.unsafe_split_with_sizes(output, part.lengths)
-            sizes, strides, offsets = part.chunks
-            if self._plan.hop is not None and self._plan.hop.lends_memory:  # sections lie end to end in it
-                offsets = [int(output.storage_offset()) + offset for offset in offsets]
-            found += zip(part.indices, vectors or map(output.as_strided, sizes, strides, offsets), strict=True)
-        return found
 
     def _hand_over(self) -> None:
         """Bring the reduced values to the dtype and the device of ``param.grad``, and accumulate them there."""
-        group, hook = self._group, self._group.options.all_reduce_hook
+        group, hook = self._of.group, self._of.group.options.all_reduce_hook
         if self._reductions.drops != self._drops:
             return
         if hook is not None:
@@ -245,20 +358,23 @@ class PendingReduction:
             return
         self.accumulate(offloaded=False)
         self._outputs, arrived = copy_to_host(self._outputs, group.device, group.offloaded.pins_memory)
-        group.comm.reductions.arriving.append((arrived, self.accumulate))
+        self._reductions.arriving.append((arrived, self.accumulate))
 
     def accumulate(self, offloaded: bool = True) -> None:
         """Set ``param.grad`` of the sharded parameters to the reduced chunks, or add these to what is there. Where some
         are offloaded to the CPU: only of these, or only of the others."""
-        group, grads = self._group, self._locals()
-        if self._plan.on_delivery is not None:
-            self._plan.on_delivery()
+        group, module_params = self._of.group, self._of.module_params
+        grads = list[IndexedTensor]()
+        for part, output in zip(self._parts, self._outputs, strict=True):
+            grads += part.locals(output)
+        if self._plan.encodes:
+            self._of.feedback.note_delivery()
         if group.offloads_to_host:
             grads = [each for each in grads if (each[0] in group.offloaded.parameters) is offloaded]
         is_final = not after_accumulation(group.sharded)  # otherwise optimizers may step now, from memory
         if group.offloaded.disk is not None and is_final:
             grads = [(index, self._on_disk(index, local)) for index, local in grads]
-        more = self._module_params.accumulate_gradients(grads)
+        more = module_params.accumulate_gradients(grads)
         if more:
             foreach_add([grad for grad, _ in more], [local for _, local in more])
         if is_final:
@@ -270,12 +386,12 @@ class PendingReduction:
                 kept = param.gradient if group.offloaded.on_disk(index) else None
                 if kept is not None and not isinstance(kept, DiskTensor):
                     param.sharded.grad = None
-                    self._module_params.accumulate_gradients([(index, self._on_disk(index, kept))])
+                    module_params.accumulate_gradients([(index, self._on_disk(index, kept))])
 
     def _on_disk(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """A reduced chunk on the disk, if its parameter is there. One to add to another stays in memory, and so does
         that of a small parameter, as a copy: it must not keep the memory of all of them."""
-        param, disk = self._group.params[index], self._group.offloaded.on_disk(index)
+        param, disk = self._of.group.params[index], self._of.group.offloaded.on_disk(index)
         if param.sharded.grad is not None:
             return local
         if disk is None:

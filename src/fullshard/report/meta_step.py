@@ -23,7 +23,7 @@ from fullshard.buffer.sections import shard_bytes
 from fullshard.buffer.slots import Lease, Staging
 from fullshard.comm.waits import WAITS
 from fullshard.device import META
-from fullshard.group.gradient_views import MessageViews
+from fullshard.group.gradient_buffer import MessageViews
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import local_tensor
 from fullshard.report.activations import Moment, Pass
@@ -230,7 +230,7 @@ class MetaStep:
             if not self._schedules:
                 self._start()
                 self._train()
-                for views in (group.gradients._views for group in self.groups):
+                for views in (group.gradients.buffer.views for group in self.groups):
                     for rows in views._rows if isinstance(views, MessageViews) else ():
                         rows.fill = _is_full  # type: ignore[method-assign, assignment]  # torch works out its shapes in Python
             self._set()
@@ -421,7 +421,7 @@ class MetaStep:
     def _held(self) -> list[tuple[str, int]]:
         """The kind and the size of each piece of memory that is in no slot."""
         if self._receives is not None:  # gradients that travel in another dtype
-            for grad in self._receives.gradients._views.zero_copy.values():
+            for grad in self._receives.gradients.buffer.views.zero_copy.values():
                 self._count(grad)
         made = sum(self._made.values())
         gone = self._newest[1] if self._newest[0] not in self._made else 0

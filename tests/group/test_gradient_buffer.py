@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.buffer.plan import make_plan
 from fullshard.buffer.sections import Section
-from fullshard.group.gradient_views import MessageViews
+from fullshard.group.gradient_buffer import MessageViews
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.torch_private import foreach_add
