@@ -19,8 +19,8 @@ from fullshard.buffer.slots import SlotPool
 from fullshard.comm.transport import Direction, Transport, Wire, make_wire
 from fullshard.device import is_host
 from fullshard.group.comm_context import CommContext
+from fullshard.group.home import Home, homes_of
 from fullshard.group.mesh import DataMesh
-from fullshard.group.offloaded import Offloaded
 from fullshard.group.parameter import ShardedParameter
 from fullshard.group.step import Step
 from fullshard.group.strategy import FULL_SHARD, Strategy
@@ -76,9 +76,8 @@ class GroupContext:
         self.own_sections: tuple[Section, ...] = ()  # the same, as each rank's shard between steps is cut from them
         self.own_rank = self.data.replicate_rank if self.data.shards_replicas else self.data.shard_rank
         self.compute_dtypes: list[torch.dtype] = []  # in which each section is gathered
-        self.offloaded = offloaded = Offloaded(self.options.offload, self.params, self.data)
-        #: Whether parameters are on the CPU between uses, and used elsewhere.
-        self.offloads_to_host = bool(offloaded.parameters) and offloaded.disk is None and not is_host(self.device)
+        #: Where parameters are between uses: on the device, and where a policy offloads them to.
+        self.here, self.offloaded = homes_of(self.options.offload, self.params, self.data, self.device)
         self.reduce_transport = self.transport
         self.reduce_process_group: dist.ProcessGroup | None = self.data.shard_group
         self.name = ""
@@ -155,7 +154,8 @@ class GroupContext:
             return False
         if self.data.shard_group is None or self.options.post_forward_mesh is not None or self.data.shards_replicas:
             return False
-        return not (self.offloaded.reads_parameters or any(param.extends for param in self.params))
+        is_on_disk = self.offloaded.disk is not None and self.offloaded.parameters
+        return not (is_on_disk or any(param.extends for param in self.params))
 
     @property
     def has_feedback(self) -> bool:
@@ -167,6 +167,10 @@ class GroupContext:
         """By what sums of gradients are divided."""
         factor = self.options.divide_factor
         return float(self.data.shard_size * self.data.replicate_size) if factor is None else factor
+
+    def home(self, index: int) -> Home:
+        """Where a parameter is between uses."""
+        return self.here if index in self.here.parameters else self.offloaded
 
     def moves_state(self, index: int) -> bool:
         """Whether the optimizer's state of a parameter, and not the parameter, is on the CPU between steps."""

@@ -73,7 +73,7 @@ class _Extended:
         """The tensors that the subclass sends, padded with zeros if this rank has fewer rows than others."""
         group, param = self._group, self._param
         local = local_of(param.sharded)  # type: ignore[arg-type]
-        if group.offloads_to_host:
+        if group.offloaded.is_remote:
             local = local.to(group.device, non_blocking=True)
         mesh = group.data.mesh
         if mesh.ndim > 1:

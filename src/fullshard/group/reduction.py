@@ -29,12 +29,13 @@ from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.all_reduce import sum_route
 from fullshard.comm.transport import PLAIN_SUM, Feedback, Reduction, Route, StillRead, Transfer, Wire
 from fullshard.comm.waits import waiting
-from fullshard.device import CPU, Done, HoldingMark, Mark, Pending, beside, copy_to_host
+from fullshard.device import Done, HoldingMark, Mark, Pending, beside, copy_to_host
 from fullshard.disk.tensor import DiskTensor
 from fullshard.group.comm_context import Reductions
 from fullshard.group.context import GroupContext
 from fullshard.group.feedback import GradientFeedback
 from fullshard.group.gradient_buffer import GradientBuffer, Part
+from fullshard.group.home import Home
 from fullshard.group.module_parameters import ModuleParameters
 from fullshard.group.parameter import IndexedTensor
 from fullshard.torch_private import after_accumulation, foreach_add, run_after_accumulation
@@ -320,7 +321,7 @@ class PendingReduction:
         is_dropped = self._reductions.drops != self._drops  # an error has ended the step of these gradients
         if second is None:
             if not is_dropped:
-                self._hand_over() if group.offloads_to_host else self.accumulate()
+                self._hand_over() if group.offloaded.is_remote else self.accumulate()
             return
         if not is_dropped and group.data.replicate_group is not None:
             pairs = zip(self._parts, self._outputs, strict=True)
@@ -353,27 +354,27 @@ class PendingReduction:
                 for output in self._outputs:
                     hook(output)
         self._outputs = [*map(torch.Tensor.to, self._outputs, [part.home_dtype for part in self._parts])]
-        if not group.offloads_to_host:
+        if not group.offloaded.is_remote:
             self.accumulate()
             return
-        self.accumulate(offloaded=False)
-        self._outputs, arrived = copy_to_host(self._outputs, group.device, group.offloaded.pins_memory)
-        self._reductions.arriving.append((arrived, self.accumulate))
+        self.accumulate(group.here)
+        self._outputs, arrived = copy_to_host(self._outputs, group.device, group.offloaded.pins)
+        self._reductions.arriving.append((arrived, partial(self.accumulate, group.offloaded)))
 
-    def accumulate(self, offloaded: bool = True) -> None:
-        """Set ``param.grad`` of the sharded parameters to the reduced chunks, or add these to what is there. Where some
-        are offloaded to the CPU: only of these, or only of the others."""
+    def accumulate(self, home: Home | None = None) -> None:
+        """Set ``param.grad`` of the sharded parameters, or of those in one home, to the reduced chunks, or add these to
+        what is there."""
         group, module_params = self._of.group, self._of.module_params
         grads = list[IndexedTensor]()
         for part, output in zip(self._parts, self._outputs, strict=True):
             grads += part.locals(output)
         if self._plan.encodes:
             self._of.feedback.note_delivery()
-        if group.offloads_to_host:
-            grads = [each for each in grads if (each[0] in group.offloaded.parameters) is offloaded]
+        if home is not None:
+            grads = [each for each in grads if each[0] in home.parameters]
         is_final = not after_accumulation(group.sharded)  # otherwise optimizers may step now, from memory
-        if group.offloaded.disk is not None and is_final:
-            grads = [(index, self._on_disk(index, local)) for index, local in grads]
+        if group.here.copies and is_final:
+            grads = [self._at_home(index, local) for index, local in grads]
         more = module_params.accumulate_gradients(grads)
         if more:
             foreach_add([grad for grad, _ in more], [local for _, local in more])
@@ -383,17 +384,11 @@ class PendingReduction:
             for index, _ in grads:
                 param = group.params[index]
                 run_after_accumulation(param.sharded)
-                kept = param.gradient if group.offloaded.on_disk(index) else None
+                kept = param.gradient if group.home(index).disk is not None else None
                 if kept is not None and not isinstance(kept, DiskTensor):
                     param.sharded.grad = None
-                    module_params.accumulate_gradients([(index, self._on_disk(index, kept))])
+                    module_params.accumulate_gradients([self._at_home(index, kept)])
 
-    def _on_disk(self, index: int, local: torch.Tensor) -> torch.Tensor:
-        """A reduced chunk on the disk, if its parameter is there. One to add to another stays in memory, and so does
-        that of a small parameter, as a copy: it must not keep the memory of all of them."""
-        param, disk = self._of.group.params[index], self._of.group.offloaded.on_disk(index)
-        if param.sharded.grad is not None:
-            return local
-        if disk is None:
-            return local.clone()
-        return DiskTensor.holding(disk, local.to(CPU), f"the gradient of '{param.name}'")
+    def _at_home(self, index: int, local: torch.Tensor) -> IndexedTensor:
+        group = self._of.group
+        return index, group.home(index).gradient(group.params[index], local)

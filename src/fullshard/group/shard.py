@@ -16,7 +16,6 @@ from torch.utils.dlpack import from_dlpack
 
 from fullshard.buffer.sections import full_bytes, full_starts, shard_bytes, shard_views
 from fullshard.comm.transport import SharedMemory
-from fullshard.device import host_memory
 from fullshard.disk.tensor import DiskTensor
 from fullshard.group.context import GroupContext
 from fullshard.group.parameter import chunk_views
@@ -47,7 +46,7 @@ class ShardBuffer:
             give_own_storage(chunk)
         self.shards = self.views if self.shared is None else self.shared.shards  # of sections, where contiguous
         self.written = self.views or tuple(self.chunks.values())  # tensors whose versions count the writes
-        is_like = dtypes == group.compute_dtypes and not group.offloads_to_host and not self.on_disk
+        is_like = dtypes == group.compute_dtypes and not group.offloaded.is_remote and not self.on_disk
         is_alone = group.is_alone(group.transport)
         self.needs_staging = bool(self.on_disk) or not (is_alone or is_like)  # without other ranks a gather casts
         #: Whether the shard is the full buffer: it has every parameter, as the modules use it.
@@ -68,41 +67,25 @@ class ShardBuffer:
 
     @torch.inference_mode(False)
     def _allocate(self, dtypes: Sequence[torch.dtype]) -> dict[int, torch.Tensor]:
-        group, offloaded = self._group, self._group.offloaded
-        views: dict[int, torch.Tensor] = {}
-        chunks: dict[int, torch.Tensor] = {}
-        for is_offloaded in (False, True):
-            own = [
-                (at, section, dtype)
-                for at, (section, dtype) in enumerate(zip(group.own_sections, dtypes, strict=True))
-                if (section.members[0] in offloaded.parameters) is is_offloaded
-            ]
-            sections, kinds = [section for _, section, _ in own], [dtype for _, _, dtype in own]
+        """Make the memory of the sections in each home. Padding travels too and is never read: it is zeros."""
+        group, views, chunks = self._group, dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        for home in (group.here, group.offloaded):
+            at = [i for i, section in enumerate(group.own_sections) if group.home(section.members[0]) is home]
+            sections, kinds = [group.own_sections[i] for i in at], [dtypes[i] for i in at]
             nbytes = shard_bytes(sections, kinds)
-            disk = offloaded.disk if is_offloaded and not self.is_meta else None
-            memory = self._memory(nbytes, is_offloaded)
-            for (at, section, _), view in zip(own, shard_views(memory, sections, kinds), strict=True):
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+            if not self.is_meta:
+                memory = home.allocate(nbytes, group.transport)
+            is_in_memory = self.is_meta or not memory.is_meta
+            for i, section, view in zip(at, sections, shard_views(memory, sections, kinds), strict=True):
                 for index, chunk in chunk_views(group.params, section.members, section.plan, view, group.own_rank):
-                    chunks[index] = chunk
-                    if disk is not None:
-                        what = f"parameter '{group.params[index].name}'"
-                        chunks[index] = self.on_disk[index] = DiskTensor.like(disk, chunk, what)
-                views[at] = view if disk is None else view[:0]
-            self.nbytes += nbytes * (disk is None)
-            self.memory = memory if len(own) == len(group.own_sections) else self.memory
+                    chunks[index] = chunk if self.is_meta else home.chunk(group.params[index], chunk)
+                views[i] = view if is_in_memory else view[:0]
+            self.nbytes += nbytes * is_in_memory
+            self.memory = memory if len(at) == len(group.own_sections) else self.memory
         self.views = tuple(views[at] for at in range(len(views)))
+        self.on_disk = {index: chunk for index, chunk in chunks.items() if isinstance(chunk, DiskTensor)}
         return chunks
-
-    def _memory(self, nbytes: int, is_offloaded: bool) -> torch.Tensor:
-        """Memory for sections: on meta if there is none for their values, or the values are on a disk."""
-        group, offloaded = self._group, self._group.offloaded
-        if self.is_meta or (is_offloaded and offloaded.disk is not None):
-            return torch.empty(nbytes, dtype=torch.uint8, device="meta")
-        if is_offloaded:
-            memory = host_memory((nbytes,), torch.uint8, group.device, offloaded.pins_memory)
-        else:
-            memory = group.transport.private.allocate(nbytes, group.device)
-        return memory.zero_()  # padding travels too and is never read: make it the same every time
 
     @torch.inference_mode(False)
     @torch.no_grad()

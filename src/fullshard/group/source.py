@@ -141,7 +141,7 @@ class DiskSource(StagedSource):
         device = self._group.device
         if is_host(device):
             return region.read(staged)
-        memory = host_memory(staged.shape, region.dtype, device, self._group.offloaded.pins_memory)
+        memory = host_memory(staged.shape, region.dtype, device, pin=False)
         region.read(memory).wait()
         staged.copy_(memory)
         return DiskWork()

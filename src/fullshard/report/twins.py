@@ -279,7 +279,7 @@ class Twins:
         if options.all_reduce is not None:
             options.all_reduce = partial(self._all_reduce, position)
         if options.all_reduce_hook is not None:
-            options.all_reduce_hook, options.all_reduce_hook_stream = _nothing, None
+            options.all_reduce_hook, options.all_reduce_hook_stream = (lambda _: None), None
         params = [self._parameter(param) for param in group.params]
         modules, device = [*map(self._module, group.modules)], META if is_host(group.device) else PLANNED
         transport = self._transport(group.transport, group.device)
@@ -326,15 +326,14 @@ class _Twin(ParamGroup):
     def _build(self) -> None:
         disk: Any = SilentDisk()
         if self.offloaded.disk is not None:
-            self.offloaded.disk = disk
-            self.offloaded.on_disk = _nothing  # type: ignore[method-assign, assignment]  # reduced gradients stay
+            self.offloaded.disk, self.here.copies = disk, False  # reduced gradients stay
         super()._build()
         shard = self.shard
         shard.has_meta = False
         if shard.is_unmapped:
             shard.is_unmapped, self.full = False, _SharedInPlace(self, shard)
             self.gradients.attach(self.full, self.module_params)
-        if self.offloaded.reads_parameters:
+        if self.offloaded.disk is not None and self.offloaded.parameters:
             chunks = ((index, shard.chunks[index]) for index in self.offloaded.parameters)
             shard.on_disk = {index: DiskTensor.like(disk, chunk, "") for index, chunk in chunks}
             shard.needs_staging = True
@@ -342,7 +341,3 @@ class _Twin(ParamGroup):
 
 
 _twin_classes: dict[type, type[ParamGroup]] = {}
-
-
-def _nothing(_: object) -> None:
-    """Does nothing."""

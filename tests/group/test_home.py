@@ -1,4 +1,4 @@
-"""Which parameters of a group are offloaded."""
+"""Which parameters of a group lie in which home."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import CPUOffloadPolicy, DiskOffloadPolicy, OffloadPolicy, fully_shard
+from fullshard.group.home import DiskHome
 from tests.fully_shard.cases import groups_of
 from tests.harness import World, fake_world, ranks
 
@@ -35,7 +36,7 @@ def test_small_parameters_stay_in_memory(tmp_path: Path) -> None:
     with fake_world(2):
         group = offloaded(DiskOffloadPolicy(tmp_path))
         assert group.offloaded.parameters == {0, 2, 4, 6}
-        assert group.offloaded.disk is not None
+        assert isinstance(group.offloaded, DiskHome)
         assert set(group.shard.on_disk) == {0, 2, 4, 6}
         assert group.shard.nbytes < 8 * 256 * 4
 
