@@ -65,7 +65,7 @@ def test_what_is_offloaded_is_what_the_policy_says() -> None:
     for policy, offloads, pins in cases:
         with fake_world(2):
             group = context_of(nn.Linear(4, 4), offload_policy=policy)
-            found = bool(group.offloaded.parameters), group.offloaded.pins, group.moves_state(0)
+            found = bool(group.offloaded.parameters), group.offloaded.pins, group.offloaded.moves_state(0)
             assert found == (offloads, pins, False), policy
 
 

@@ -37,7 +37,7 @@ def test_small_parameters_stay_in_memory(tmp_path: Path) -> None:
         group = offloaded(DiskOffloadPolicy(tmp_path))
         assert group.offloaded.parameters == {0, 2, 4, 6}
         assert isinstance(group.offloaded, DiskHome)
-        assert set(group.shard.on_disk) == {0, 2, 4, 6}
+        assert set(group.shard.stored) == {0, 2, 4, 6}
         assert group.shard.nbytes < 8 * 256 * 4
 
 
@@ -60,5 +60,5 @@ def test_parameters_on_meta_go_to_the_disk_once_they_have_values(world: World) -
         assert model(torch.ones(1, 256)).eq(256).all()
         model.reshard()
         (group,) = groups_of(model)
-        assert set(group.shard.on_disk) == {0}
+        assert set(group.shard.stored) == {0}
         assert model.weight.to_local().eq(1).all()

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.optim import Optimizer
 
 from fullshard import CPUOffloadPolicy
-from fullshard.group.context import GroupContext
+from fullshard.group.home import HostHome
 from fullshard.optim import local_step, steps
 from fullshard.torch_private import local_of, make_dtensor, set_local, sharding_spec
 from tests.fully_shard.cases import inputs, local
@@ -90,7 +90,7 @@ def test_offloaded_state_is_moved_around_a_step_on_dtensors(world: World) -> Non
         set_local(tensor, local)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GroupContext, "moves_state", lambda *_: True)
+        patch.setattr(HostHome, "moves_state", lambda *_: True)
         patch.setattr(steps, "set_local", move)
         streams = SimpleNamespace(synchronize=lambda _: moved.append("whole"))
         patch.setattr(steps, "streams_of", lambda _: streams)
@@ -189,7 +189,7 @@ def test_offloaded_state_is_on_the_device_in_a_step_and_on_the_cpu_after_it(worl
             return self._local
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GroupContext, "moves_state", lambda *_: True)
+        patch.setattr(HostHome, "moves_state", lambda *_: True)
         patch.setattr(steps, "CPU", home)
         patch.setattr(steps, "local_of", Told)
         for seed in range(2):

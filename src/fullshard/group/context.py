@@ -17,7 +17,6 @@ from fullshard.buffer.plan import BufferPlan, balance, make_plan
 from fullshard.buffer.sections import Section
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.transport import Direction, Transport, Wire, make_wire
-from fullshard.device import is_host
 from fullshard.group.comm_context import CommContext
 from fullshard.group.home import Home, homes_of
 from fullshard.group.mesh import DataMesh
@@ -154,8 +153,7 @@ class GroupContext:
             return False
         if self.data.shard_group is None or self.options.post_forward_mesh is not None or self.data.shards_replicas:
             return False
-        is_on_disk = self.offloaded.disk is not None and self.offloaded.parameters
-        return not (is_on_disk or any(param.extends for param in self.params))
+        return self.offloaded.may_share and not any(param.extends for param in self.params)
 
     @property
     def has_feedback(self) -> bool:
@@ -171,12 +169,6 @@ class GroupContext:
     def home(self, index: int) -> Home:
         """Where a parameter is between uses."""
         return self.here if index in self.here.parameters else self.offloaded
-
-    def moves_state(self, index: int) -> bool:
-        """Whether the optimizer's state of a parameter, and not the parameter, is on the CPU between steps."""
-        offloaded = self.offloaded
-        is_apart = index in offloaded.state and index not in offloaded.parameters
-        return is_apart and offloaded.disk is None and not is_host(self.device)
 
     def is_alone(self, transport: Transport) -> bool:
         """Whether this rank has all parameters, so that ``transport`` exchanges nothing."""

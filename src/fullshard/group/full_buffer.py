@@ -103,8 +103,8 @@ class FullBuffer:
         group = self._group
         with private.PlainAttributes():
             versions = list(map(private.version_of, chain(group.sharded, self._shard.written)))
-        if self._shard.on_disk:
-            versions += [chunk.region.writes for chunk in self._shard.on_disk.values()]
+        if self._shard.stored:
+            versions += [chunk.region.writes for chunk in self._shard.stored.values()]
         if versions != self._written:
             self._written = versions
             group.writes += 1  # a sum of versions could repeat

@@ -40,10 +40,15 @@ class Home:
     #: Whether gradients are copied, so that a small one does not keep the memory of all that were reduced with it.
     copies: bool = False
     disk: DiskFile | None = None  # the file in which all of it is
+    is_remote = False  # whether the CPU has it, and a device computes: gradients arrive later
 
     @property
-    def is_remote(self) -> bool:
-        """Whether the CPU has it, and a device computes: gradients arrive later."""
+    def may_share(self) -> bool:
+        """Whether chunks may lie in memory that ranks share."""
+        return True
+
+    def moves_state(self, index: int) -> bool:
+        """Whether the optimizer's state of a parameter comes to the device for each step, and its values stay there."""
         return False
 
     def allocate(self, nbytes: int, transport: Transport) -> torch.Tensor:
@@ -54,17 +59,23 @@ class Home:
         """The chunk of a parameter, which has a ``view`` of what was allocated."""
         return view
 
-    def gradient(self, param: ShardedParameter, reduced: torch.Tensor) -> torch.Tensor:
-        """What ``param.grad`` becomes. What is to be added to another gradient stays as it is."""
-        return reduced.clone() if self.copies and param.sharded.grad is None else reduced
+    def has(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient lies here."""
+        return True
+
+    def store(self, param: ShardedParameter, gradient: torch.Tensor) -> torch.Tensor:
+        """A reduced gradient as it lies here."""
+        return gradient.clone() if self.copies else gradient
 
 
 class HostHome(Home):
     """Memory of the CPU."""
 
-    @property
-    def is_remote(self) -> bool:
-        return bool(self.parameters) and not is_host(self.device)
+    def __post_init__(self) -> None:
+        self.is_remote = bool(self.parameters) and not is_host(self.device)
+
+    def moves_state(self, index: int) -> bool:
+        return index in self.state and index not in self.parameters and not is_host(self.device)
 
     def allocate(self, nbytes: int, transport: Transport) -> torch.Tensor:
         return host_memory((nbytes,), torch.uint8, self.device, self.pins).zero_()
@@ -73,6 +84,10 @@ class HostHome(Home):
 class DiskHome(Home):
     """A file."""
 
+    @property
+    def may_share(self) -> bool:
+        return not self.parameters
+
     def allocate(self, nbytes: int, transport: Transport) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
@@ -80,11 +95,12 @@ class DiskHome(Home):
         assert self.disk is not None
         return DiskTensor.like(self.disk, view, f"parameter '{param.name}'")
 
-    def gradient(self, param: ShardedParameter, reduced: torch.Tensor) -> torch.Tensor:
-        if param.sharded.grad is not None:
-            return reduced
+    def has(self, gradient: torch.Tensor) -> bool:
+        return isinstance(gradient, DiskTensor)
+
+    def store(self, param: ShardedParameter, gradient: torch.Tensor) -> torch.Tensor:
         assert self.disk is not None
-        return DiskTensor.holding(self.disk, reduced.to(CPU), f"the gradient of '{param.name}'")
+        return DiskTensor.holding(self.disk, gradient.to(CPU), f"the gradient of '{param.name}'")
 
 
 def homes_of(

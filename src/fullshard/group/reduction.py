@@ -30,7 +30,6 @@ from fullshard.comm.all_reduce import sum_route
 from fullshard.comm.transport import PLAIN_SUM, Feedback, Reduction, Route, StillRead, Transfer, Wire
 from fullshard.comm.waits import waiting
 from fullshard.device import Done, HoldingMark, Mark, Pending, beside, copy_to_host
-from fullshard.disk.tensor import DiskTensor
 from fullshard.group.comm_context import Reductions
 from fullshard.group.context import GroupContext
 from fullshard.group.feedback import GradientFeedback
@@ -373,8 +372,9 @@ class PendingReduction:
         if home is not None:
             grads = [each for each in grads if each[0] in home.parameters]
         is_final = not after_accumulation(group.sharded)  # otherwise optimizers may step now, from memory
-        if group.here.copies and is_final:
-            grads = [self._at_home(index, local) for index, local in grads]
+        if group.here.copies and is_final:  # what is to be added to another gradient stays as it is
+            params = group.params
+            grads = [(i, each if params[i].sharded.grad is not None else self._stored(i, each)) for i, each in grads]
         more = module_params.accumulate_gradients(grads)
         if more:
             foreach_add([grad for grad, _ in more], [local for _, local in more])
@@ -384,11 +384,10 @@ class PendingReduction:
             for index, _ in grads:
                 param = group.params[index]
                 run_after_accumulation(param.sharded)
-                kept = param.gradient if group.home(index).disk is not None else None
-                if kept is not None and not isinstance(kept, DiskTensor):
+                kept = param.gradient
+                if kept is not None and not group.home(index).has(kept):
                     param.sharded.grad = None
-                    module_params.accumulate_gradients([self._at_home(index, kept)])
+                    module_params.accumulate_gradients([(index, self._stored(index, kept))])
 
-    def _at_home(self, index: int, local: torch.Tensor) -> IndexedTensor:
-        group = self._of.group
-        return index, group.home(index).gradient(group.params[index], local)
+    def _stored(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        return self._of.group.home(index).store(self._of.group.params[index], local)

@@ -31,8 +31,8 @@ class ShardBuffer:
         self.is_meta = bool(values) and all(tensor.is_meta for tensor in values)  # then nothing is allocated
         dtypes = [section.dtype for section in group.sections]
         self.nbytes = 0  # of memory
-        self.views: tuple[torch.Tensor, ...] = ()  # of the sections; empty where they are on a disk
-        self.on_disk: dict[int, DiskTensor] = {}  # the chunks that are, by index in the group
+        self.views: tuple[torch.Tensor, ...] = ()  # of the sections; empty where these are stored
+        self.stored: dict[int, DiskTensor] = {}  # the chunks that are not in memory, by index in the group
         self.memory: torch.Tensor | None = None  # of the views, if they are the full buffer
         self.is_unmapped = group.shares_parameters  # whether ranks that are to share memory have not mapped it yet
         self.shared: SharedChunks | None = None
@@ -46,9 +46,9 @@ class ShardBuffer:
             give_own_storage(chunk)
         self.shards = self.views if self.shared is None else self.shared.shards  # of sections, where contiguous
         self.written = self.views or tuple(self.chunks.values())  # tensors whose versions count the writes
-        is_like = dtypes == group.compute_dtypes and not group.offloaded.is_remote and not self.on_disk
+        is_like = dtypes == group.compute_dtypes and not group.offloaded.is_remote and not self.stored
         is_alone = group.is_alone(group.transport)
-        self.needs_staging = bool(self.on_disk) or not (is_alone or is_like)  # without other ranks a gather casts
+        self.needs_staging = bool(self.stored) or not (is_alone or is_like)  # without other ranks a gather casts
         #: Whether the shard is the full buffer: it has every parameter, as the modules use it.
         self.is_full = is_alone and is_like and all(section.plan.is_rank_major for section in group.sections)
         self.is_full = self.is_full and self.memory is not None and not any(param.extends for param in group.params)
@@ -84,7 +84,7 @@ class ShardBuffer:
             self.nbytes += nbytes * is_in_memory
             self.memory = memory if len(at) == len(group.own_sections) else self.memory
         self.views = tuple(views[at] for at in range(len(views)))
-        self.on_disk = {index: chunk for index, chunk in chunks.items() if isinstance(chunk, DiskTensor)}
+        self.stored = {index: chunk for index, chunk in chunks.items() if isinstance(chunk, DiskTensor)}
         return chunks
 
     @torch.inference_mode(False)

@@ -129,12 +129,12 @@ class DiskSource(StagedSource):
         self._take()
         group, reads = self._group, list[DiskWork]()
         for section, view, staged in zip(group.own_sections, self._shard.views, self.views, strict=True):
-            if section.members[0] not in self._shard.on_disk:
+            if section.members[0] not in self._shard.stored:
                 with torch.no_grad():
                     staged.copy_(view)
                 continue
             for index, chunk in chunk_views(group.params, section.members, section.plan, staged, group.own_rank):
-                reads.append(self._read(self._shard.on_disk[index].region, in_memory_order(chunk)))
+                reads.append(self._read(self._shard.stored[index].region, in_memory_order(chunk)))
         self._reads, self._ahead = DiskWork.of(reads), values
 
     def _read(self, region: Region, staged: torch.Tensor) -> DiskWork:
@@ -257,6 +257,6 @@ class PostForwardShard(Source):
 
 def source_of(group: GroupContext, shard: ShardBuffer) -> Source:
     """The source of gathers of a group."""
-    kind = DiskSource if shard.on_disk else StagedSource if shard.needs_staging else Source
+    kind = DiskSource if shard.stored else StagedSource if shard.needs_staging else Source
     own = kind(group, shard)
     return ReplicaShard(group, own) if group.data.shards_replicas else own

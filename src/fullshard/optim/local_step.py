@@ -172,7 +172,7 @@ class _LocalStep:
                 if type(local) is not torch.Tensor or any(placement.is_partial() for placement in spec.placements):
                     return
                 if owner is not None:
-                    if owner[0].moves_state(owner[1]):  # after each step: nothing else may hold it
+                    if owner[0].offloaded.moves_state(owner[1]):  # after each step: nothing else may hold it
                         return
                     spec = owner[0].params[owner[1]].spec
                 twins[param] = param, local, twin_of(param, local), spec

@@ -145,7 +145,7 @@ def _move_state(optimizer: Optimizer, groups: list[GroupContext], to_device: boo
         return
     for param, state in optimizer.state.items():
         owner = owner_of(param) if isinstance(param, torch.Tensor) else None
-        if owner is None or not owner[0].moves_state(owner[1]):
+        if owner is None or not owner[0].offloaded.moves_state(owner[1]):
             continue
         device = owner[0].device if to_device else CPU
         for name, value in state.items():

@@ -335,7 +335,7 @@ class _Twin(ParamGroup):
             self.gradients.attach(self.full, self.module_params)
         if self.offloaded.disk is not None and self.offloaded.parameters:
             chunks = ((index, shard.chunks[index]) for index in self.offloaded.parameters)
-            shard.on_disk = {index: DiskTensor.like(disk, chunk, "") for index, chunk in chunks}
+            shard.stored = {index: DiskTensor.like(disk, chunk, "") for index, chunk in chunks}
             shard.needs_staging = True
             self.full.use_pool()  # and read from there
 
