@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 import fullshard
 from fullshard import Ragged, WirePolicy
-from fullshard.group import offloaded
+from fullshard.group import home
 from fullshard.wrap import ModuleWrapPolicy, repeated_blocks
 from tests.fuzz.models import Cell
 
@@ -128,7 +128,7 @@ def units_of(model: nn.Module, sharding: Sharding) -> list[Unit]:
 def shard(model: nn.Module, sharding: Sharding, size: int) -> Any:
     """Shard a model, in place or by a wrapper around it; returns what is to be trained."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloaded, "_LEAST_ON_DISK", 1)  # these parameters are small
+        patch.setattr(home, "_LEAST_ON_DISK", 1)  # these parameters are small
         sharded = _wrap(model, sharding, size) if sharding.wraps else _fully_shard(model, sharding, size)
     set_up(sharded, sharding.settings)
     return sharded
