@@ -8,6 +8,7 @@ from torch import nn
 
 import fullshard
 from fullshard import MixedPrecisionPolicy
+from fullshard.comm.all_reduce import AllReduceRoute
 from fullshard.group import reduction
 from tests.fully_shard.cases import groups_of
 from tests.harness import World, ranks
@@ -53,6 +54,20 @@ def test_of_the_replicas_the_hook_sees_the_sum_once(world: World) -> None:
     model.set_all_reduce_hook(lambda output: seen.append(output[0].item()))
     assert gradient_of(world, model).eq(1.5).all()
     assert seen == [1.5]
+
+
+@ranks(2)
+def test_replicas_sum_one_group_while_the_backward_computes_the_next(world: World) -> None:
+    mesh = world.mesh(2, 1, names=("replicate", "shard"))
+    model, happened = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]), list[str]()
+    for module in (*model, model):
+        fullshard.fully_shard(module, mesh=mesh).set_all_reduce_hook(lambda _: None)  # or wholes would be summed
+    start, finish = AllReduceRoute.start, AllReduceRoute.finish
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AllReduceRoute, "start", lambda self, *args: (happened.append("start"), start(self, *args))[1])
+        patch.setattr(AllReduceRoute, "finish", lambda self, *args: (happened.append("end"), finish(self, *args))[1])
+        model(torch.full((1, 4), world.rank + 1.0)).sum().backward()
+    assert happened == ["start", "start", "end", "start", "end", "end"]
 
 
 @ranks(2)
