@@ -1,6 +1,8 @@
-"""What is asked of a process group: its backends, whether it has other ranks, and objects of Python for its ranks.
+"""What is asked of a process group: its backends, whether it has other ranks, and what its ranks tell each other.
 
-torch has calls for objects too, but they need numpy, on which this library does not depend.
+Whatever no transport moves, tensors and objects of Python, goes through these functions: each says for what it waits,
+and raises PeerFailureError if the backend says that a rank is lost. torch has calls for objects too, but they need
+numpy, on which this library does not depend.
 """
 
 from __future__ import annotations
@@ -38,6 +40,43 @@ def has_peers(process_group: dist.ProcessGroup | None) -> TypeGuard[dist.Process
     return process_group is not None and process_group.size() > 1 and dist.get_backend(process_group) != "fake"
 
 
+def all_reduce(
+    values: torch.Tensor, process_group: dist.ProcessGroup | None, what: str, op: Any = dist.ReduceOp.SUM
+) -> None:
+    """Combine the values of all ranks in place, by ``op``. ``what`` they wait for is for errors."""
+    with waiting(what, process_group):
+        dist.all_reduce(values, op, process_group)
+
+
+def broadcast(values: torch.Tensor, process_group: dist.ProcessGroup | None, what: str, source: int = 0) -> None:
+    """Write the values of the rank ``source`` of the group to those of all its ranks."""
+    with waiting(what, process_group):
+        dist.broadcast(values, group=process_group, group_src=source)
+
+
+class StartedAllGather:
+    """The tensors of all ranks, which have one shape and dtype, end to end in ``every``. It starts when it is made."""
+
+    def __init__(
+        self,
+        mine: torch.Tensor,
+        process_group: dist.ProcessGroup,
+        what: str,
+        tag: int = -1,
+        every: torch.Tensor | None = None,
+    ) -> None:
+        self._wait, self._mine = (what, process_group, tag), mine.contiguous()
+        self._every = mine.new_empty((process_group.size(), *mine.shape)) if every is None else every
+        as_bytes = [each.view(-1).view(torch.uint8) for each in (self._every, self._mine)]  # backends lack dtypes
+        with waiting(*self._wait):
+            self._work = all_gather_single(*as_bytes, group=process_group, async_op=True)
+
+    def finish(self) -> torch.Tensor:
+        with waiting(*self._wait):
+            self._work.wait()
+        return self._every
+
+
 def gather_objects(mine: Any, process_group: dist.ProcessGroup | None) -> list[Any]:
     """What every rank of the group (``None`` for all) brings, by rank; all of them must call it, with what pickles.
     Small objects travel in one collective. A second one brings what is left of the others."""
@@ -71,20 +110,28 @@ def broadcast_object(value: Any, process_group: dist.ProcessGroup | None, source
     """The object of the rank ``source``; every rank must call it, and the others' ``value`` does not count."""
     data = encoded(value if dist.get_rank(process_group) == source else None, process_group)
     length = data.new_tensor([data.numel()], dtype=torch.int64)
-    with waiting(f"data from rank {source} of the group", process_group):
-        dist.broadcast(length, group=process_group, group_src=source)
-        data = data if dist.get_rank(process_group) == source else data.new_empty(int(length))
-        dist.broadcast(data, group=process_group, group_src=source)
-    return decoded(data)
+    what = f"data from rank {source} of the group"
+    broadcast(length, process_group, what, source)
+    data = data if dist.get_rank(process_group) == source else data.new_empty(int(length))
+    broadcast(data, process_group, what, source)
+    return pickle.loads(_bytes(data))
+
+
+def gather_to_first(mine: Any, process_group: dist.ProcessGroup | None, what: str) -> list[Any]:
+    """The objects of all ranks, which may be large, on the first rank; none elsewhere. Every rank must call it."""
+    data = encoded(mine, process_group)
+    lengths = gather_objects(data.numel(), process_group)
+    padded = data.new_zeros(max(lengths))
+    padded[: data.numel()] = data
+    every = [torch.empty_like(padded) for _ in lengths] if dist.get_rank(process_group) == 0 else []
+    with waiting(what, process_group):
+        dist.gather(padded, every or None, group=process_group, group_dst=0)
+    return [pickle.loads(_bytes(each[:length])) for each, length in zip(every, lengths, strict=False)]
 
 
 def encoded(value: Any, process_group: dist.ProcessGroup | None) -> torch.Tensor:
     """An object as bytes, on a device whose tensors the process group moves: the CPU, if it can be."""
     return _on_device(pickle.dumps(value), process_group)
-
-
-def decoded(data: torch.Tensor) -> Any:
-    return pickle.loads(_bytes(data))
 
 
 def _on_device(data: bytes, process_group: dist.ProcessGroup | None) -> torch.Tensor:
