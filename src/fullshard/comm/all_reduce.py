@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.process_group import backend_name
+from fullshard.comm.backends import backend_of
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Route, Transfer, Transport, alias
 from fullshard.comm.waits import waiting
@@ -47,7 +47,7 @@ class AllReduceRoute:
         device: torch.device,
     ) -> None:
         self._local, self._group, self._tag = local, process_group, tag
-        self._is_host, self._backend = is_host(device), backend_name(process_group, device)
+        self._is_host, self._divides = is_host(device), backend_of(process_group, device).divides
         spans = list[tuple[torch.Tensor, int, int]]()  # runs of elements in full buffers
         for plan, full, _ in transfers:
             for param, start in zip(plan.params, plan.full_offsets, strict=True):
@@ -65,7 +65,7 @@ class AllReduceRoute:
     ) -> Pending:
         pending = _PendingAllReduces(self, shards)
         for values in (*zero_copy, *self._runs):
-            scaling = choose_scaling(values.dtype, self._group.size(), *reduction, self._backend)
+            scaling = choose_scaling(values.dtype, self._group.size(), *reduction, self._divides)
             if values.dtype == torch.float16:  # no term may overflow the sum of all
                 scaling = Scaling(before=reduction.divisor)
             values = torch.view_as_real(values) if values.is_complex() else values

@@ -21,17 +21,15 @@ from fullshard.buffer.messages import Messages
 from fullshard.buffer.sections import starts, views
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
 from fullshard.comm.backend_memory import BackendMemory
+from fullshard.comm.backends import backend_of
 from fullshard.comm.encoded import EncodedRoute, ExchangeMemory, Span
-from fullshard.comm.process_group import backend_name
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transport, alias
 from fullshard.comm.waits import WAITS, Wait, lost, waiting
-from fullshard.device import Pending, is_host
+from fullshard.device import CPU, Pending, is_host
 from fullshard.policies import AllGather, Comm, ReduceScatter
 from fullshard.torch_private import Collective, Collectives, all_gather_over, foreach_copy, reduce_scatter_over
 
-#: Backends that launch several collectives as one. That of gloo copies what it is given.
-_LAUNCHES_TOGETHER = ("nccl",)
 #: Strided copies, each a kernel, from which one operation that cuts rows is better.
 _MANY_COPIES = 3
 
@@ -55,7 +53,7 @@ class CollectiveTransport(Transport):
         self.is_custom = callable(all_gather) or callable(reduce_scatter)
 
     def launches_together(self, process_group: dist.ProcessGroup | None, device: torch.device) -> bool:
-        return process_group is not None and backend_name(process_group, device) in _LAUNCHES_TOGETHER
+        return process_group is not None and backend_of(process_group, device).launches_together
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if self._all_gather is not None:
@@ -149,8 +147,8 @@ class _CollectiveRoute:
         self._numels, self._dtypes = [numel for numel, _ in staging], [dtype for _, dtype in staging]
         self.staging = starts(self._numels, self._dtypes)[-1] if comm is None else 0  # that we bring
         self._group, self._device = process_group, transfers[0].full.device
-        is_gloo = is_host(self._device) and dist.get_backend(process_group) == "gloo"
-        self._adds_in_place = is_gloo and comm is None and not self._gathers
+        sums_all = is_host(self._device) and backend_of(process_group, CPU).sums_all  # also for routes on meta
+        self._adds_in_place = sums_all and comm is None and not self._gathers
         own_bytes = sum(messages.own_bytes for messages in self._messages)
         self.sent = (1 + self._adds_in_place) * (process_group.size() - 1) * own_bytes
         self._bound: dict[int, list[_Call]] = {}
@@ -197,12 +195,12 @@ class _CollectiveRoute:
     def _choose(self, reduction: Reduction) -> None:
         """Choose the collectives, and how they divide: as a rule the same in every step."""
         group, by_host, comm = self._group, is_host(self._device), self._comm
-        backend = backend_name(group, self._device)
+        backend = backend_of(group, self._device)
         self._reduction, self._collectives = reduction, []
         for messages in self._messages:
             scaling, op, together = Scaling(), {}, None
             if not self._gathers:
-                scaling = choose_scaling(messages.dtype, group.size(), *reduction, backend)
+                scaling = choose_scaling(messages.dtype, group.size(), *reduction, backend.divides)
                 op = {"op": scaling.op}
             if callable(comm):
                 collective: Collective = partial(comm, group=group, async_op=by_host, **op)
@@ -215,7 +213,7 @@ class _CollectiveRoute:
             if isinstance(comm, BackendMemory):
                 collective = partial(comm.call, collective)
             collective = collective if by_host else partial(_one_at_a_time, self._wait, collective)
-            is_launch = backend in _LAUNCHES_TOGETHER and not messages.is_single
+            is_launch = backend.launches_together and not messages.is_single
             self._collectives.append((collective, together if is_launch else None, scaling))
 
     @torch.inference_mode(False)
@@ -347,7 +345,7 @@ def _one_at_a_time(wait: Wait, collective: Collective, output: torch.Tensor, sou
 
 
 class _SumInPlace(dist.Work):
-    """A reduce-scatter of gloo, which is an all-reduce of a copy of the ``source``, without the copy."""
+    """A reduce-scatter of a backend whose own is an all-reduce of a copy of the ``source``, without the copy."""
 
     def __init__(self, group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is asked of a process group: its backends, whether it has other ranks, and what its ranks tell each other.
+"""What is asked of a process group: whether it has other ranks, and what its ranks tell each other.
 
 Whatever no transport moves, tensors and objects of Python, goes through these functions: each says for what it waits,
 and raises PeerFailureError if the backend says that a rank is lost. torch has calls for objects too, but they need
@@ -17,22 +17,12 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.backends import backends_of
 from fullshard.comm.waits import waiting
 from fullshard.torch_private import all_gather_single, default_store
 
 _SMALL, _LENGTH = 248, 8  # bytes of an object that travel with its length, and bytes of that length
 _PATIENCE = 5  # seconds for which ranks wait for one another in the store
-
-
-def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend for ``device``, such as ``"gloo"``; empty if the group has none for it."""
-    return _backends(process_group).get(device.type, "")
-
-
-def _backends(process_group: dist.ProcessGroup | None) -> dict[str, str]:
-    """The name of each backend, by the type of device that it serves."""
-    pairs = (pair.partition(":") for pair in dist.get_backend_config(process_group).split(","))
-    return {device_type: name for device_type, _, name in pairs}
 
 
 def has_peers(process_group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
@@ -135,7 +125,7 @@ def encoded(value: Any, process_group: dist.ProcessGroup | None) -> torch.Tensor
 
 
 def _on_device(data: bytes, process_group: dist.ProcessGroup | None) -> torch.Tensor:
-    devices = list(_backends(process_group))
+    devices = list(backends_of(process_group))
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to("cpu" if "cpu" in devices else devices[0])
 
 

@@ -42,8 +42,8 @@ class Scaling:
 
 
 @lru_cache(maxsize=256)
-def choose_scaling(dtype: torch.dtype, world_size: int, divisor: float, sum_only: bool, backend: str) -> Scaling:
-    """Divide by ``divisor`` where it costs least and loses nothing: NCCL does so while it reduces.
+def choose_scaling(dtype: torch.dtype, world_size: int, divisor: float, sum_only: bool, divides: bool) -> Scaling:
+    """Divide by ``divisor`` where it costs least and loses nothing: in the backend, if it ``divides``.
 
     fp16 is divided in two steps, because the sum could overflow without the first and small values would vanish if it
     were the only one. The first is the smallest power of two that is not below the square root, as in torch, and exact.
@@ -51,7 +51,7 @@ def choose_scaling(dtype: torch.dtype, world_size: int, divisor: float, sum_only
     if dtype == torch.float16:
         before = 2.0 ** math.ceil(math.log2(abs(divisor)) / 2)
         return Scaling(before, after=divisor / before)
-    if backend != "nccl" or sum_only or divisor == 1 or not dtype.is_floating_point:
+    if not divides or sum_only or divisor == 1 or not dtype.is_floating_point:
         return Scaling(after=divisor)
     if divisor == world_size:
         return Scaling(op=dist.ReduceOp.AVG)
