@@ -1,7 +1,7 @@
-"""What is known of the backends of process groups: what they do better or worse than others, and what their errors are.
+"""What is known of the backends of process groups: what they can do, what it costs, and what their errors look like.
 
-torch tells names. All else that the library knows of a backend stands here. One that is not known is taken for a backend
-that does what all do.
+torch tells their names, and all else that matters here stands in :data:`BACKENDS`. A backend that is not in it does
+what all backends do.
 """
 
 from __future__ import annotations

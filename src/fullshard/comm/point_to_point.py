@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat, starmap, zip_longest
+from itertools import repeat, zip_longest
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
 from fullshard.comm.encoded import EncodedRoute, ExchangeMemory, Span
 from fullshard.comm.rounds import Round, plan_rounds
 from fullshard.comm.sums import Sum, blocks, check_summable, scratch_bytes
-from fullshard.comm.transport import PLAIN_SUM, LocalRoute, Reduction, Request, Route, Transport, alias
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transport, alias
 from fullshard.comm.waits import WAITS, Wait, lost
 from fullshard.device import CPU, Pending
 from fullshard.torch_private import foreach_copy
@@ -50,7 +50,8 @@ DEPTH = 2  # rounds that are under way at once
 #: Where the tags of our messages begin, so that a user's own on the same group are not taken for them.
 _FIRST_TAG = 0x4653_0000
 
-Message = tuple[list[torch.Tensor], int, int]  # what ``recv`` takes: a tensor, the other rank, and the tag
+#: What a message is read from or written to, and the other rank. A piece is one of a tensor that each start brings.
+Message = tuple[torch.Tensor | Piece, int]
 
 
 class PointToPointTransport(Transport):
@@ -79,8 +80,6 @@ class PointToPointTransport(Transport):
             return self._native._route(request)
         if request.direction == "reduce":
             check_summable(request.transfers)
-        if request.process_group.size() == 1:
-            return LocalRoute(request.direction, request.transfers)
         return _MessageRoute(request, *self._limits)
 
 
@@ -88,13 +87,11 @@ class PointToPointTransport(Transport):
 class _BoundRound:
     """A round as this rank does it, with the tensors of its messages."""
 
-    in_shards: list[Piece] = field(default_factory=list)  # received where they are added up; posted first
-    receives: list[Message] = field(default_factory=list)  # posted then
+    receives: list[Message] = field(default_factory=list)  # pieces: of shards, in which they are added up
     before: Copies = field(default_factory=lambda: ([], []))  # make the packed messages
-    sends: list[tuple[torch.Tensor | Piece, int]] = field(default_factory=list)  # posted when they are made, to a rank
+    sends: list[Message] = field(default_factory=list)  # posted when they are made
     after: Copies = field(default_factory=lambda: ([], []))  # of what was received (gather)
     sums: list[Sum] = field(default_factory=list)  # of what was received (reduction)
-    peers: list[int] = field(default_factory=list)  # the other rank of each message, in the order in which it is posted
 
 
 #: Messages on their way. An error may end a step before they are waited for; but gloo reads nothing more from a rank
@@ -112,23 +109,23 @@ class _Exchange:
     shards: Sequence[torch.Tensor]  # where a reduction writes its sums, divided by the divisor
     fulls: Sequence[torch.Tensor]  # what it adds up, with the zero-copy gradients
     divisor: float
-    works: list[list[dist.Work]] = field(default_factory=list)
+    works: list[list[tuple[dist.Work, int]]] = field(default_factory=list)  # by round, and the other rank of each
 
     def post(self, planned: _BoundRound) -> None:
-        route, group = self.route, self.route.process_group
-        works: list[dist.Work] = []
+        route, group, tag = self.route, self.route.process_group, self.route.tag
+        works: list[tuple[dist.Work, int]] = []
         self.works.append(works)
         try:
-            for piece in planned.in_shards:
-                works.append(group.recv([piece.of_shard(self.shards[piece.section])], route.first, route.tag))
-            works += starmap(group.recv, planned.receives)
+            for to, peer in planned.receives:
+                values = to.of_shard(self.shards[to.section]) if isinstance(to, Piece) else to
+                works.append((group.recv([values], peer, tag), peer))
             if planned.before[0]:
                 foreach_copy(*planned.before)
             for source, peer in planned.sends:
                 values = source.of_full(self.fulls[source.section]) if isinstance(source, Piece) else source
-                works.append(group.send([values], peer, route.tag))
+                works.append((group.send([values], peer, tag), peer))
         except RuntimeError as error:
-            raise lost(route.wait, error, planned.peers[len(works)]) from error
+            raise lost(route.wait, error, peer) from error
 
     def finish(self) -> None:
         """Complete the rounds. Staging is not given back if a rank is lost: what is on its way may be written to it."""
@@ -137,7 +134,7 @@ class _Exchange:
             WAITS.current = self.route.wait
             WAITS.count += 1
             try:
-                for work, peer in zip(self.works[index], arrived.peers, strict=True):  # noqa: B007 - for the error
+                for work, peer in self.works[index]:  # noqa: B007 - for the error
                     work.wait()
             except RuntimeError as error:
                 raise lost(self.route.wait, error, peer) from error
@@ -225,7 +222,7 @@ class _MessageRoute:
         self._shard_dtypes = [transfer.shard.dtype for transfer in (*transfers, *map(transfers.__getitem__, beside))]
         self._scratch = 0 if self._gathers else max(map(scratch_bytes, self._dtypes, self._shard_dtypes))
         #: The rank whose large pieces come where they are added up, before any other's but this rank's own; -1: none.
-        self.first = int(self._rank == 0) if self._peers and not self._gathers and not self._scratch else -1
+        self.first = -1 if self._gathers or self._scratch else int(self._rank == 0)
         self._shards: list[torch.Tensor] = []  # those that are gathered: each reduction brings others
         self._own: Copies = ([], [])  # what this rank has, into its own full buffers
         if self._gathers:
@@ -234,7 +231,7 @@ class _MessageRoute:
                 pieces = [piece for i, plan in enumerate(plans) for piece in plan.pieces(self._rank, i)]
                 self._own = list(map(self._full, pieces)), list(map(self._source, pieces))
         itemsizes = tuple(dtype.itemsize for dtype in self._dtypes)
-        capacity = max(LEAST_STAGING, staging // (DEPTH * max(1, len(self._peers))))
+        capacity = max(LEAST_STAGING, staging // (DEPTH * len(self._peers)))
         large = min(large, capacity, *(each.numel * self._dtypes[each.section].itemsize for each in self._zero_copy))
         every = [plan_rounds(plans, itemsizes, each, large, capacity, direction) for each in range(world_size)]
         #: One after the other, and by the rank whose own values are sent by it (gather) or to it.
@@ -290,15 +287,15 @@ class _MessageRoute:
         bound = _BoundRound()
         starts: dict[int, int | None] = {}
         for peer, arriving in self._arriving(rounds):
-            messages = [self._full(piece) for piece in arriving.unstaged]
+            messages: list[torch.Tensor | Piece] = [self._full(piece) for piece in arriving.unstaged]
             if peer == self.first:
-                bound.in_shards = [piece for piece, _ in arriving.whole]
+                messages += [piece for piece, _ in arriving.whole]
                 start -= arriving.packed_start
             else:
                 messages += [self._staged(lease, start, *each) for each in arriving.whole]
             if arriving.packed:
                 messages.append(lease.view(torch.uint8, start + arriving.packed_start, (arriving.packed_bytes,)))
-            bound.receives += [([message], peer, self.tag) for message in messages]
+            bound.receives += [(message, peer) for message in messages]
             if self._gathers:
                 staged = arriving.whole + arriving.packed
                 bound.after[0].extend(self._full(piece) for piece, _ in staged)
@@ -315,8 +312,6 @@ class _MessageRoute:
                 bound.before[1].extend(self._source(piece) for piece, _ in leaving.packed)
             bound.sends += [(source, peer) for peer in peers for source in sources]
             start += align(leaving.packed_bytes)
-        posted = *(peer for _, peer, _ in bound.receives), *(peer for _, peer in bound.sends)
-        bound.peers = [*repeat(self.first, len(bound.in_shards)), *posted]
         if not self._gathers:
             mine, of_whole = rounds[self._rank], {**starts, self.first: None}
             for pieces, begins in ((mine.whole, of_whole), (mine.packed, starts)):

@@ -57,9 +57,9 @@ class StartedAllGather:
     ) -> None:
         self._wait, self._mine = (what, process_group, tag), mine.contiguous()
         self._every = mine.new_empty((process_group.size(), *mine.shape)) if every is None else every
-        as_bytes = [each.view(-1).view(torch.uint8) for each in (self._every, self._mine)]  # backends lack dtypes
+        every, mine = (each.view(-1).view(torch.uint8) for each in (self._every, self._mine))  # backends lack dtypes
         with waiting(*self._wait):
-            self._work = all_gather_single(*as_bytes, group=process_group, async_op=True)
+            self._work = all_gather_single(every, mine, group=process_group, async_op=True)
 
     def finish(self) -> torch.Tensor:
         with waiting(*self._wait):

@@ -97,7 +97,7 @@ def choose_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
     if not fits:
         raise ValueError(
             f"FULLSHARD_TRANSPORT={wanted!r} needs buffers on the CPU and a process group with gloo, but this group "
-            f"uses {backend.name or 'no backend'!r} for buffers on {device}: unset it or use {CollectiveTransport.name!r}"
+            f"uses {backend.name or 'no backend'!r} for buffers on {device}: unset it or use 'collective'"
         )
     if wanted == PointToPointTransport.name or process_group.size() == 1:
         return _point_to_point(), asked if wanted else "there is one rank"
