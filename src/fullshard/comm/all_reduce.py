@@ -7,6 +7,7 @@ all-reduce of the backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from fullshard.comm.backends import backend_of
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Route, Transfer, Transport, alias
 from fullshard.comm.waits import waiting
-from fullshard.device import Pending, is_host
+from fullshard.device import Pending, Started, is_host
 
 
 def sum_route(
@@ -63,7 +64,7 @@ class AllReduceRoute:
     def start(
         self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
     ) -> Pending:
-        pending = _PendingAllReduces(self, shards)
+        works, divided = list[dist.Work | None](), list[tuple[torch.Tensor, float]]()
         for values in (*zero_copy, *self._runs):
             scaling = choose_scaling(values.dtype, self._group.size(), *reduction, self._divides)
             if values.dtype == torch.float16:  # no term may overflow the sum of all
@@ -71,27 +72,20 @@ class AllReduceRoute:
             values = torch.view_as_real(values) if values.is_complex() else values
             divide_(values, scaling.before)
             with waiting("an all-reduce", self._group, self._tag):
-                pending.works.append(dist.all_reduce(values, scaling.op, self._group, async_op=self._is_host))
-            pending.divided.append((values, scaling.after))
-        return pending
+                works.append(dist.all_reduce(values, scaling.op, self._group, async_op=self._is_host))
+            divided.append((values, scaling.after))
+        return Started(partial(self._finish, works, divided, shards))
 
-    def finish(self, pending: _PendingAllReduces) -> None:
+    def _finish(
+        self,
+        works: Sequence[dist.Work | None],
+        divided: Sequence[tuple[torch.Tensor, float]],
+        shards: Sequence[torch.Tensor],
+    ) -> None:
+        """Wait for the all-reduces, divide what still is to be divided, and copy the buffers' values to the shards."""
         with waiting("an all-reduce", self._group, self._tag):
-            for work in pending.works:
-                if work is not None:
-                    work.wait()
-        for values, divisor in pending.divided:
+            for work in filter(None, works):
+                work.wait()
+        for values, divisor in divided:
             divide_(values, divisor)
-        self._local.start(pending.shards)
-
-
-class _PendingAllReduces:
-    """All-reduces on their way, what still divides each, and the shards that get the values of the buffers."""
-
-    def __init__(self, route: AllReduceRoute, shards: Sequence[torch.Tensor]) -> None:
-        self._route, self.shards = route, shards
-        self.works: list[dist.Work | None] = []
-        self.divided: list[tuple[torch.Tensor, float]] = []
-
-    def finish(self) -> None:
-        self._route.finish(self)
+        self._local.start(shards)

@@ -26,7 +26,7 @@ from fullshard.comm.encoded import EncodedRoute, ExchangeMemory, Span
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transport, alias
 from fullshard.comm.waits import WAITS, Wait, lost, waiting
-from fullshard.device import CPU, Pending, is_host
+from fullshard.device import CPU, Done, Pending, is_host
 from fullshard.policies import AllGather, Comm, ReduceScatter
 from fullshard.torch_private import Collective, Collectives, all_gather_over, foreach_copy, reduce_scatter_over
 
@@ -66,13 +66,44 @@ class CollectiveTransport(Transport):
         return _CollectiveRoute(request, self._all_gather if request.direction == "gather" else self._reduce_scatter)
 
 
+class HookTransport(Transport):
+    """Reduces each section by a communication hook of the user, which itself compresses, sums and divides."""
+
+    name = "hook"
+
+    def __init__(self, hook: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        self._hook = hook
+
+    def _route(self, request: Request) -> Route:
+        return _HookRoute(self._hook, request)
+
+
+class _HookRoute:
+    staging = 0
+
+    def __init__(self, hook: Callable[[torch.Tensor, torch.Tensor], object], request: Request) -> None:
+        self._hook, self._fulls = hook, [transfer.full for transfer in request.transfers]
+        self._wait = "a reduction by a hook", request.process_group, request.tag
+        size = request.process_group.size()
+        self.sent = sum(full.nbytes // size * (size - 1) for full in self._fulls)  # assumed: a reduce-scatter
+
+    def start(self, shards: Sequence[torch.Tensor] = (), *_: object) -> Pending:
+        with waiting(*self._wait):
+            for full, shard in zip(self._fulls, shards, strict=True):
+                # Compressing hooks replace the data of their arguments. Give them aliases: our views are used again.
+                reduced = torch.empty(shard.shape, dtype=full.dtype, device=full.device)
+                self._hook(full.detach(), reduced)
+                shard.copy_(reduced)
+        return Done()
+
+
 class _CollectiveCarrier:
     """Encoded messages that travel in one collective: an all-gather, or an all-to-all and a local sum."""
 
     runs_beside = False  # ranks start their collectives in one order
 
     def __init__(self, request: Request, memory: ExchangeMemory) -> None:
-        self._group, self._memory, self._work = request.process_group, memory, list[dist.Work | None]()
+        self._group, self._memory = request.process_group, memory
         self.waits_for = Wait(f"an encoded {request.direction}", request.process_group, request.tag, memory.gathers)
 
     def send(self, rank: int, span: Span) -> None:
@@ -80,22 +111,18 @@ class _CollectiveCarrier:
 
     def close(self) -> None:
         memory, group, by_host = self._memory, self._group, is_host(self._memory.all_received.device)
+        received, sent = (list(map(torch.Tensor.numel, each)) for each in (memory.received, memory.sent))
         with waiting(self.waits_for.what, group, self.waits_for.tag):
             if memory.gathers:
-                work = all_gather_over(group, by_host)[0](memory.all_received, memory.sent[group.rank()])
+                self._work = all_gather_over(group, by_host)[0](memory.all_received, memory.sent[group.rank()])
             else:
-                received, sent = (
-                    [message.numel() for message in messages] for messages in (memory.received, memory.sent)
-                )
-                work = dist.all_to_all_single(
-                    memory.all_received, memory.all_sent, received, sent, group, async_op=by_host
-                )
-        self._work.append(work)
+                given = memory.all_received, memory.all_sent, received, sent, group
+                self._work = dist.all_to_all_single(*given, async_op=by_host)
 
     def wait(self) -> None:
         with waiting(self.waits_for.what, self._group, self.waits_for.tag):
-            for work in filter(None, self._work):
-                work.wait()
+            if self._work is not None:
+                self._work.wait()
 
 
 @dataclass(frozen=True)
