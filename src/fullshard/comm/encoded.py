@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -100,8 +100,8 @@ class ExchangeMemory:
     sent: Sequence[torch.Tensor]  # in a gather the same for all
     received: Sequence[torch.Tensor]
     parts: Sequence[Sequence[Span]]  # the parts in which each is received
-    all_sent: torch.Tensor  # where ``sent`` and ``received`` lie end to end; the own messages are empty in a reduction
-    all_received: torch.Tensor
+    all_received: torch.Tensor  # where they lie end to end; this rank's own is empty in a reduction
+    all_sent: torch.Tensor
 
 
 class Carrier(Protocol):
@@ -150,15 +150,14 @@ class EncodedRoute:
         exact = [piece for piece, _ in self.messages[self.rank].exact]
         self.own = [piece for piece in pieces if piece.is_kept or piece in exact]
         nbytes = [message.nbytes for message in self.messages]
-        received = [nbytes[self.rank]] * self.size
-        sent = [0] * self.size if self.gathers else nbytes
+        self.sent = (self.size - 1) * nbytes[self.rank] if self.gathers else sum(nbytes) - nbytes[self.rank]
+        #: Bytes of the messages received and of those sent, by rank. A gather sends what it has received of itself.
+        self.nbytes = [nbytes[self.rank]] * self.size, [0] * self.size if self.gathers else nbytes
         if not self.gathers:
-            received[self.rank] = sent[self.rank] = 0
-        self.sent = (self.size - 1) * nbytes[self.rank] if self.gathers else sum(sent)
-        scratch = 0 if self.gathers else max(map(scratch_bytes, self.dtypes, self.shard_dtypes))
-        #: Where parts of the staging begin: sums, a chunk, the messages received and those sent.
-        self.starts = [scratch, *accumulate([*received, *sent], initial=scratch + 4 * CHUNK)]
-        self.staging = self.starts[-1]
+            self.nbytes[0][self.rank] = self.nbytes[1][self.rank] = 0
+        #: The staging has memory for sums, a chunk, and these messages.
+        self.scratch = 0 if self.gathers else max(map(scratch_bytes, self.dtypes, self.shard_dtypes))
+        self.staging = self.scratch + 4 * CHUNK + sum(map(sum, self.nbytes))
 
     def start(
         self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
@@ -183,20 +182,15 @@ class _EncodedExchange:
     ) -> None:
         self._route, self._shards, self._fulls, self._divisor = route, shards, fulls, divisor
         self._lease = lease = SHARED.lease(route.staging, route.device)
-        scratch, *starts = route.starts
-        self._chunk = lease.view(torch.float32, scratch, (CHUNK,))
-        messages = [lease.view(torch.uint8, start, (stop - start,)) for start, stop in pairwise(starts)]
-        self._received, sent = messages[: route.size], messages[route.size :]
+        self._chunk = lease.view(torch.float32, route.scratch, (CHUNK,))
+        messages = lease.view(torch.uint8, route.scratch + 4 * CHUNK, (sum(map(sum, route.nbytes)),))
+        ends = messages.split([*map(sum, route.nbytes)])
+        self._received, self._sent = (each.split(nbytes) for each, nbytes in zip(ends, route.nbytes, strict=True))
         if route.gathers:
-            sent = [self._received[route.rank]] * route.size
+            self._sent = [self._received[route.rank]] * route.size
         owners = range(route.size) if route.gathers else [route.rank] * route.size
         parts = [[] if rank == route.rank else route.messages[owner].parts for rank, owner in enumerate(owners)]
-        bounds = starts[0], starts[route.size], starts[-1]
-        all_received, all_sent = (lease.view(torch.uint8, start, (stop - start,)) for start, stop in pairwise(bounds))
-        self._sent = sent
-        self.carrier = route.open_carrier(
-            ExchangeMemory(route.gathers, sent, self._received, parts, all_sent, all_received)
-        )
+        self.carrier = route.open_carrier(ExchangeMemory(route.gathers, self._sent, self._received, parts, *ends))
 
     def finish(self) -> None:
         WAITS.current = self.carrier.waits_for
