@@ -98,7 +98,7 @@ def exchange_in_store(mine: Any, key: str, process_group: dist.ProcessGroup) -> 
 
 def broadcast_object(value: Any, process_group: dist.ProcessGroup | None, source: int = 0) -> Any:
     """The object of the rank ``source``; every rank must call it, and the others' ``value`` does not count."""
-    data = encoded(value if dist.get_rank(process_group) == source else None, process_group)
+    data = _on_device(pickle.dumps(value if dist.get_rank(process_group) == source else None), process_group)
     length = data.new_tensor([data.numel()], dtype=torch.int64)
     what = f"data from rank {source} of the group"
     broadcast(length, process_group, what, source)
@@ -109,7 +109,7 @@ def broadcast_object(value: Any, process_group: dist.ProcessGroup | None, source
 
 def gather_to_first(mine: Any, process_group: dist.ProcessGroup | None, what: str) -> list[Any]:
     """The objects of all ranks, which may be large, on the first rank; none elsewhere. Every rank must call it."""
-    data = encoded(mine, process_group)
+    data = _on_device(pickle.dumps(mine), process_group)
     lengths = gather_objects(data.numel(), process_group)
     padded = data.new_zeros(max(lengths))
     padded[: data.numel()] = data
@@ -119,14 +119,14 @@ def gather_to_first(mine: Any, process_group: dist.ProcessGroup | None, what: st
     return [pickle.loads(_bytes(each[:length])) for each, length in zip(every, lengths, strict=False)]
 
 
-def encoded(value: Any, process_group: dist.ProcessGroup | None) -> torch.Tensor:
-    """An object as bytes, on a device whose tensors the process group moves: the CPU, if it can be."""
-    return _on_device(pickle.dumps(value), process_group)
+def device_of(process_group: dist.ProcessGroup | None) -> str:
+    """The type of a device whose tensors the process group moves: the CPU, if it can be."""
+    devices = list(backends_of(process_group))
+    return "cpu" if "cpu" in devices else devices[0]
 
 
 def _on_device(data: bytes, process_group: dist.ProcessGroup | None) -> torch.Tensor:
-    devices = list(backends_of(process_group))
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to("cpu" if "cpu" in devices else devices[0])
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(process_group))
 
 
 def _bytes(data: torch.Tensor) -> bytes:
