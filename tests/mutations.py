@@ -813,8 +813,8 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/point_to_point.py",
-        '2 * request.tag + (request.direction == "reduce")',
-        "2 * request.tag",
+        "2 * wait.tag + (not wait.gathers)",
+        "2 * wait.tag",
         "tests/comm/test_point_to_point.py::test_a_gather_and_a_reduction_of_one_group_may_start_in_opposite_order",
     ),
     Mutation(

@@ -24,7 +24,7 @@ from fullshard.comm.backend_memory import BackendMemory
 from fullshard.comm.backends import backend_of
 from fullshard.comm.encoded import EncodedRoute, ExchangeMemory, Span
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
-from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transport, alias
+from fullshard.comm.transport import PLAIN_SUM, Ranks, Reduction, Request, Route, Transport, alias
 from fullshard.comm.waits import WAITS, Wait, lost, waiting
 from fullshard.device import CPU, Done, Pending, is_host
 from fullshard.policies import AllGather, Comm, ReduceScatter
@@ -52,8 +52,8 @@ class CollectiveTransport(Transport):
         self.registers_memory = all_gather is not None
         self.is_custom = callable(all_gather) or callable(reduce_scatter)
 
-    def launches_together(self, process_group: dist.ProcessGroup | None, device: torch.device) -> bool:
-        return process_group is not None and backend_of(process_group, device).launches_together
+    def launches_together(self, over: Ranks, device: torch.device) -> bool:
+        return over is not None and backend_of(over, device).launches_together
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if self._all_gather is not None:
@@ -62,7 +62,7 @@ class CollectiveTransport(Transport):
 
     def _route(self, request: Request) -> Route:
         if request.wire is not None:
-            return EncodedRoute(request, partial(_CollectiveCarrier, request._replace(transfers=())))
+            return EncodedRoute(request, _CollectiveCarrier)
         return _CollectiveRoute(request, self._all_gather if request.direction == "gather" else self._reduce_scatter)
 
 
@@ -102,9 +102,8 @@ class _CollectiveCarrier:
 
     runs_beside = False  # ranks start their collectives in one order
 
-    def __init__(self, request: Request, memory: ExchangeMemory) -> None:
-        self._group, self._memory = request.process_group, memory
-        self.waits_for = Wait(f"an encoded {request.direction}", request.process_group, request.tag, memory.gathers)
+    def __init__(self, process_group: dist.ProcessGroup, wait: Wait, memory: ExchangeMemory) -> None:
+        self._group, self._wait, self._memory = process_group, wait, memory
 
     def send(self, rank: int, span: Span) -> None:
         return
@@ -112,15 +111,15 @@ class _CollectiveCarrier:
     def close(self) -> None:
         memory, group, by_host = self._memory, self._group, is_host(self._memory.all_received.device)
         received, sent = (list(map(torch.Tensor.numel, each)) for each in (memory.received, memory.sent))
-        with waiting(self.waits_for.what, group, self.waits_for.tag):
-            if memory.gathers:
+        with waiting(*self._wait[:3]):
+            if self._wait.gathers:
                 self._work = all_gather_over(group, by_host)[0](memory.all_received, memory.sent[group.rank()])
             else:
                 given = memory.all_received, memory.all_sent, received, sent, group
                 self._work = dist.all_to_all_single(*given, async_op=by_host)
 
     def wait(self) -> None:
-        with waiting(self.waits_for.what, self._group, self.waits_for.tag):
+        with waiting(*self._wait[:3]):
             if self._work is not None:
                 self._work.wait()
 

@@ -23,6 +23,7 @@ from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 from fullshard.buffer.messages import vectors, zero_copy_in
 from fullshard.buffer.plan import BufferPlan, Piece
@@ -96,7 +97,6 @@ def lay_out_message(
 class ExchangeMemory:
     """The messages of one exchange in memory, by rank."""
 
-    gathers: bool
     sent: Sequence[torch.Tensor]  # in a gather the same for all
     received: Sequence[torch.Tensor]
     parts: Sequence[Sequence[Span]]  # the parts in which each is received
@@ -107,7 +107,6 @@ class ExchangeMemory:
 class Carrier(Protocol):
     """How the messages of an exchange travel. It is opened before they are written, and starts to receive."""
 
-    waits_for: Wait
     runs_beside: bool  # whether messages may be written and read in another thread, in any order of exchanges
 
     def send(self, rank: int, span: Span) -> None:
@@ -124,11 +123,12 @@ class Carrier(Protocol):
 class EncodedRoute:
     """A route with a wire, see :class:`~fullshard.comm.transport.Route`."""
 
-    def __init__(self, request: Request, open_carrier: Callable[[ExchangeMemory], Carrier]) -> None:
-        direction, transfers, group, _, wire = request
+    def __init__(self, request: Request, carrier: Callable[[dist.ProcessGroup, Wait, ExchangeMemory], Carrier]) -> None:
+        direction, transfers, group, tag, wire = request
         assert wire is not None
-        self.wire: Wire = wire
-        self.open_carrier, self.gathers = open_carrier, direction == "gather"
+        self.wire, self.gathers = wire, direction == "gather"
+        self.wait = Wait(f"an encoded {direction}", group, tag, self.gathers)
+        self.open_carrier = partial(carrier, group, self.wait)
         self.rank, self.size = group.rank(), group.size()
         if not self.gathers:
             check_summable(transfers)
@@ -190,10 +190,10 @@ class _EncodedExchange:
             self._sent = [self._received[route.rank]] * route.size
         owners = range(route.size) if route.gathers else [route.rank] * route.size
         parts = [[] if rank == route.rank else route.messages[owner].parts for rank, owner in enumerate(owners)]
-        self.carrier = route.open_carrier(ExchangeMemory(route.gathers, self._sent, self._received, parts, *ends))
+        self.carrier = route.open_carrier(ExchangeMemory(self._sent, self._received, parts, *ends))
 
     def finish(self) -> None:
-        WAITS.current = self.carrier.waits_for
+        WAITS.current = self._route.wait
         WAITS.count += 1
         try:
             if self.running is not None:

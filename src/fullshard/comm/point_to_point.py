@@ -17,7 +17,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import repeat, zip_longest
 from typing import Any
 
@@ -71,7 +70,7 @@ class PointToPointTransport(Transport):
     def _route(self, request: Request) -> Route:
         """Low precision is added in fp32, in the order of ranks, so that the result depends on no timing."""
         if request.wire is not None:
-            return EncodedRoute(request, partial(_PairCarrier, request._replace(transfers=())))
+            return EncodedRoute(request, _PairCarrier)
         fulls = [transfer.full for transfer in request.transfers]
         exact = request.direction == "gather" or all(full.dtype.itemsize >= 4 for full in fulls)
         nbytes = sum(param.numel * full.itemsize for plan, full, _ in request.transfers for param in plan.params)
@@ -158,9 +157,9 @@ class _Exchange:
             raise failure
 
 
-def _message_tag(request: Request) -> int:
+def _message_tag(wait: Wait) -> int:
     """The tag of the messages of a route: a group may gather and reduce at once."""
-    return _FIRST_TAG + 2 * request.tag + (request.direction == "reduce")
+    return _FIRST_TAG + 2 * wait.tag + (not wait.gathers)
 
 
 class _PairCarrier:
@@ -168,10 +167,10 @@ class _PairCarrier:
 
     runs_beside = True
 
-    def __init__(self, request: Request, memory: ExchangeMemory) -> None:
-        group = self._group = request.process_group
-        self._memory, self._tag, self._works = memory, _message_tag(request), list[tuple[dist.Work, int]]()
-        self.waits_for = Wait(f"an encoded {request.direction}", group, request.tag, memory.gathers)
+    def __init__(self, process_group: dist.ProcessGroup, wait: Wait, memory: ExchangeMemory) -> None:
+        group = self._group = process_group
+        self._wait, self._memory, self._tag = wait, memory, _message_tag(wait)
+        self._works: list[tuple[dist.Work, int]] = []
         self._posted = _posted.setdefault(group, [])
         self._posted.append(self._works)
         for rank, (message, parts) in enumerate(zip(memory.received, memory.parts, strict=True)):
@@ -180,14 +179,14 @@ class _PairCarrier:
 
     def send(self, rank: int, span: Span) -> None:
         group, mine = self._group, self._group.rank()
-        for peer in [each for each in range(group.size()) if each != mine] if self._memory.gathers else [rank]:
+        for peer in [each for each in range(group.size()) if each != mine] if self._wait.gathers else [rank]:
             self._start(group.send, self._memory.sent[peer][slice(*span)], peer)
 
     def _start(self, call: Callable[..., dist.Work], message: torch.Tensor, peer: int) -> None:
         try:
             self._works.append((call([message], peer, self._tag), peer))
         except RuntimeError as error:
-            raise lost(self.waits_for, error, peer) from error
+            raise lost(self._wait, error, peer) from error
 
     def close(self) -> None:
         return
@@ -197,7 +196,7 @@ class _PairCarrier:
             for work, peer in self._works:  # noqa: B007 - for the error
                 work.wait()
         except RuntimeError as error:
-            raise lost(self.waits_for, error, peer) from error
+            raise lost(self._wait, error, peer) from error
         self._posted.remove(self._works)
 
 
@@ -210,7 +209,7 @@ class _MessageRoute:
         self.posted = _posted.setdefault(process_group, [])
         what = "a point-to-point " + ("all-gather" if self._gathers else "reduce-scatter")
         self.wait = Wait(what, process_group, tag, self._gathers)
-        self.tag = _message_tag(request)
+        self.tag = _message_tag(self.wait)
         self._rank, world_size = process_group.rank(), process_group.size()
         self._peers = [(self._rank + distance) % world_size for distance in range(1, world_size)]
         plans = tuple(transfer.plan for transfer in transfers)
