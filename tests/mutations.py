@@ -819,8 +819,8 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/point_to_point.py",
-        "self._scratch + number % DEPTH * self._turn for",
-        "self._scratch for",
+        "self.scratch + number % DEPTH * self._turn for",
+        "self.scratch for",
         "tests/comm/test_transport.py::test_every_rank_gathers_all_parameters",
     ),
     Mutation(
@@ -843,7 +843,7 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/point_to_point.py",
-        "offset += (block.shard_start - piece.shard_start) * self._dtypes[piece.section].itemsize",
+        "offset += (block.shard_start - piece.shard_start) * self.dtypes[piece.section].itemsize",
         "pass",
         "tests/comm/test_transport.py::test_every_rank_gets_the_mean_of_what_it_owns",
     ),

@@ -64,7 +64,7 @@ class AllReduceRoute:
     def start(
         self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
     ) -> Pending:
-        works, divided = list[dist.Work | None](), list[tuple[torch.Tensor, float]]()
+        started = list[tuple[dist.Work | None, torch.Tensor, float]]()  # what still divides each
         for values in (*zero_copy, *self._runs):
             scaling = choose_scaling(values.dtype, self._group.size(), *reduction, self._divides)
             if values.dtype == torch.float16:  # no term may overflow the sum of all
@@ -72,20 +72,17 @@ class AllReduceRoute:
             values = torch.view_as_real(values) if values.is_complex() else values
             divide_(values, scaling.before)
             with waiting("an all-reduce", self._group, self._tag):
-                works.append(dist.all_reduce(values, scaling.op, self._group, async_op=self._is_host))
-            divided.append((values, scaling.after))
-        return Started(partial(self._finish, works, divided, shards))
+                work = dist.all_reduce(values, scaling.op, self._group, async_op=self._is_host)
+            started.append((work, values, scaling.after))
+        return Started(partial(self._finish, started, shards))
 
     def _finish(
-        self,
-        works: Sequence[dist.Work | None],
-        divided: Sequence[tuple[torch.Tensor, float]],
-        shards: Sequence[torch.Tensor],
+        self, started: Sequence[tuple[dist.Work | None, torch.Tensor, float]], shards: Sequence[torch.Tensor]
     ) -> None:
-        """Wait for the all-reduces, divide what still is to be divided, and copy the buffers' values to the shards."""
         with waiting("an all-reduce", self._group, self._tag):
-            for work in filter(None, works):
-                work.wait()
-        for values, divisor in divided:
+            for work, _, _ in started:
+                if work is not None:
+                    work.wait()
+        for _, values, divisor in started:
             divide_(values, divisor)
         self._local.start(shards)

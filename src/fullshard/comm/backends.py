@@ -13,31 +13,19 @@ import torch.distributed as dist
 
 
 class Backend(NamedTuple):
-    """A backend.
+    """A backend, and whether something is true of it."""
 
-    Attributes:
-        name: such as ``"gloo"``; empty if a process group has none for a device.
-        has_messages: whether messages between two ranks cost less than its collectives, which copy and allocate several
-            times what they move. They go from the host's memory.
-        sums_all: whether its reduce-scatter is an all-reduce of a copy, which sends twice what a reduce-scatter must.
-        ends_processes: whether it may end a process that brings another size to a collective than other ranks.
-        launches_together: whether several collectives are one launch, and none copies.
-        divides: whether it may divide while it adds up, so that no other kernel has to.
-        marks_errors: what each of its errors contains, if these have no class of their own.
-    """
-
-    name: str
-    has_messages: bool = False
-    sums_all: bool = False
-    ends_processes: bool = False
-    launches_together: bool = False
-    divides: bool = False
-    marks_errors: tuple[str, ...] = ()
+    name: str  # empty: a process group has none for a device
+    has_messages: bool = False  # messages, from the host's memory, cost less than its collectives, which copy much
+    sums_all: bool = False  # its reduce-scatter is an all-reduce of a copy, and sends twice what it must
+    ends_processes: bool = False  # it may end a process that brings another size to a collective than the other ranks
+    launches_together: bool = False  # several collectives are one launch
+    divides: bool = False  # it can divide while it adds up
+    marks: tuple[str, ...] = ()  # one of them is in each of its errors, if these have no class of their own
 
 
 BACKENDS = {
-    # Its errors tell the place in its source.
-    "gloo": Backend("gloo", True, True, True, marks_errors=("gloo/", "gloo\\")),
+    "gloo": Backend("gloo", True, True, True, marks=("gloo/", "gloo\\")),  # errors tell the place in its source
     "nccl": Backend("nccl", launches_together=True, divides=True),
 }
 
@@ -55,5 +43,5 @@ def backend_of(process_group: dist.ProcessGroup, device: torch.device) -> Backen
 
 def comes_from_backend(error: RuntimeError) -> bool:
     """Whether a backend raised an error, and not what else runs in a wait, such as a function of the user."""
-    marks = (mark for backend in BACKENDS.values() for mark in backend.marks_errors)
+    marks = (mark for backend in BACKENDS.values() for mark in backend.marks)
     return isinstance(error, dist.DistError) or any(mark in str(error) for mark in marks)

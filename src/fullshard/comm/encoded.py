@@ -25,12 +25,12 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from fullshard.buffer.messages import vectors, zero_copy_in
+from fullshard.buffer.messages import vectors
 from fullshard.buffer.plan import BufferPlan, Piece
 from fullshard.buffer.sections import align
 from fullshard.buffer.slots import SHARED
-from fullshard.comm.sums import SUM_DTYPES, Sum, blocks, check_summable, divide_, scratch_bytes
-from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Wire, alias
+from fullshard.comm.sums import SUM_DTYPES, PieceRoute, Sum, blocks, divide_
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Wire
 from fullshard.comm.waits import WAITS, Wait
 from fullshard.device import Pending, is_host
 from fullshard.encoded_tensors import EncodedTensors, add_up, decode_tensors, encode_each, encode_together
@@ -120,26 +120,17 @@ class Carrier(Protocol):
         wait for that."""
 
 
-class EncodedRoute:
+class EncodedRoute(PieceRoute):
     """A route with a wire, see :class:`~fullshard.comm.transport.Route`."""
 
     def __init__(self, request: Request, carrier: Callable[[dist.ProcessGroup, Wait, ExchangeMemory], Carrier]) -> None:
+        super().__init__(request)
         direction, transfers, group, tag, wire = request
         assert wire is not None
-        self.wire, self.gathers = wire, direction == "gather"
+        self.wire = wire
         self.wait = Wait(f"an encoded {direction}", group, tag, self.gathers)
         self.open_carrier = partial(carrier, group, self.wait)
-        self.rank, self.size = group.rank(), group.size()
-        if not self.gathers:
-            check_summable(transfers)
         self.device, plans = transfers[0].full.device, [transfer.plan for transfer in transfers]
-        self.fulls = [alias(transfer.full) for transfer in transfers]
-        self.shards = [alias(transfer.shard) for transfer in transfers] if self.gathers else []
-        #: Gradients that are not in a buffer: each is a section of its own, behind the others.
-        self.zero_copy = zero_copy_in(plans) if any(plan.is_messages for plan in plans) else []
-        sections = [*range(len(plans)), *(each.section for each in self.zero_copy)]
-        self.dtypes = tuple(self.fulls[section].dtype for section in sections)
-        self.shard_dtypes = [transfers[section].shard.dtype for section in sections]
         given = vectors(plans, joined=False), self.dtypes, wire._replace(feedback=None)
         self.messages = [lay_out_message(*given, owner, not self.gathers) for owner in range(self.size)]
         if self.gathers:  # a collective wants messages of one size
@@ -156,7 +147,6 @@ class EncodedRoute:
         if not self.gathers:
             self.nbytes[0][self.rank] = self.nbytes[1][self.rank] = 0
         #: The staging has memory for sums, a chunk, and these messages.
-        self.scratch = 0 if self.gathers else max(map(scratch_bytes, self.dtypes, self.shard_dtypes))
         self.staging = self.scratch + 4 * CHUNK + sum(map(sum, self.nbytes))
 
     def start(

@@ -15,21 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fullshard.buffer.messages import zero_copy_in
 from fullshard.buffer.plan import Piece
 from fullshard.buffer.slots import Lease
-from fullshard.comm.transport import Transfer
+from fullshard.comm.transport import Request, Transfer, alias
 from fullshard.torch_private import premultiplied_sum
 
 BLOCK = 2**17  # elements that are added up at a time: what is added and its sum fit in a cache
 
-SUM_DTYPES = {
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-    torch.complex64: torch.complex64,
-    torch.complex128: torch.complex128,
-}
+_WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+SUM_DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32, **dict(zip(_WIDE, _WIDE, strict=True))}
 
 
 @dataclass(frozen=True)
@@ -66,6 +61,26 @@ def divide_(tensor: torch.Tensor, divisor: float) -> None:
         tensor.mul_(1 / divisor)
     else:
         tensor.div_(divisor)
+
+
+class PieceRoute:
+    """What a route knows that copies, or adds up, piece by piece: its ranks, its tensors, and their dtypes by section.
+    Gradients that are not in a buffer (*zero-copy*) are sections of their own, behind the others."""
+
+    def __init__(self, request: Request) -> None:
+        direction, transfers, group, *_ = request
+        self.gathers, self.rank, self.size = direction == "gather", group.rank(), group.size()
+        if not self.gathers:
+            check_summable(transfers)
+        plans = [transfer.plan for transfer in transfers]
+        self.fulls = [alias(transfer.full) for transfer in transfers]
+        self.shards = [alias(transfer.shard) for transfer in transfers if self.gathers]  # each reduction brings others
+        self.zero_copy = zero_copy_in(plans) if any(plan.is_messages for plan in plans) else []
+        sections = [*range(len(plans)), *(each.section for each in self.zero_copy)]
+        self.dtypes = tuple(self.fulls[section].dtype for section in sections)
+        self.shard_dtypes = [transfers[section].shard.dtype for section in sections]
+        #: Bytes of staging with which its sums begin.
+        self.scratch = 0 if self.gathers else max(map(scratch_bytes, self.dtypes, self.shard_dtypes))
 
 
 class Sum:

@@ -262,7 +262,7 @@ class Transport:
 
         ``full`` has the dtype that travels and may be overwritten. Only the dtype of each ``shard`` counts here, to
         which the result is cast; every start brings its own shards. Their padding is left undefined. If ``over`` is
-        ``None``, this rank's values are the sum. Errors as for a gather, and TypeError for a dtype that is not added up.
+        ``None``, this rank's values are the sum. Errors as for a gather; TypeError for a dtype that cannot be added up.
         """
         return self._checked_route("reduce", transfers, over, tag, wire)
 
