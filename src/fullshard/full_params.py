@@ -16,6 +16,7 @@ import torch.nn as nn
 from fullshard.buffer.sections import full_bytes, full_views, shard_bytes, shard_views
 from fullshard.comm.process_group import StartedAllGather, all_reduce
 from fullshard.comm.transport import Transfer
+from fullshard.comm.waits import Wait
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, chunk_views, local_tensor, whole_views
 from fullshard.schedule.unit import UnitPhase, unit_of
@@ -203,5 +204,5 @@ def _gather_extension(param: ShardedParameter, part: torch.Tensor | None) -> tor
         plain.narrow(dim, 0, part.shape[dim]).copy_(part)
     if group is None:
         return plain
-    parts = StartedAllGather(plain, group, f"all of {param.name}").finish()
+    parts = StartedAllGather(plain, Wait(f"all of {param.name}", group)).finish()
     return torch.cat([*parts], dim).narrow(dim, 0, param.shape[dim])

@@ -362,9 +362,9 @@ def test_tensors_that_do_not_fit_their_plan_are_refused(world: World, transport_
     wide = torch.empty(2 * transfer.plan.full_numel)[::2]
     with pytest.raises(ValueError, match=r"full buffer .* with strides \(2,\)"):
         reduce(transport, [kind(transfer.plan, wide, transfer.shard)], group(), 1, Reduction())
-    with pytest.raises(ValueError, match=r"dtype torch.float32 and its shard torch.float64"):
+    with pytest.raises(ValueError, match=r"has the dtype torch.float32, but its shard torch.float64"):
         gather(transport, [kind(transfer.plan, transfer.full, transfer.shard.double())], group(), 0)
-    with pytest.raises(ValueError, match="is on cpu, but its shard is on meta"):
+    with pytest.raises(ValueError, match="has the device cpu, but its shard meta"):
         reduce(transport, [kind(transfer.plan, transfer.full, transfer.shard.to("meta"))], group(), 1, Reduction())
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fullshard.comm.backends import backend_of
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
-from fullshard.comm.transport import PLAIN_SUM, Reduction, Route, Transfer, Transport, alias
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transfer, Transport, alias
 from fullshard.comm.waits import waiting
 from fullshard.device import Pending, Started, is_host
 
@@ -30,7 +30,8 @@ def sum_route(
     route = transport.sum_route(transfers, process_group, tag)
     if route is not None:
         return route
-    return AllReduceRoute(transport.reduce_route(transfers, None, tag), transfers, process_group, tag, device)
+    request = Request("reduce", transfers, process_group, tag)
+    return AllReduceRoute(transport.reduce_route(transfers, None, tag), request, device)
 
 
 class AllReduceRoute:
@@ -39,16 +40,10 @@ class AllReduceRoute:
 
     staging = 0
 
-    def __init__(
-        self,
-        local: Route,
-        transfers: Sequence[Transfer],
-        process_group: dist.ProcessGroup,
-        tag: int,
-        device: torch.device,
-    ) -> None:
-        self._local, self._group, self._tag = local, process_group, tag
-        self._is_host, self._divides = is_host(device), backend_of(process_group, device).divides
+    def __init__(self, local: Route, request: Request, device: torch.device) -> None:
+        _, transfers, group, tag, _ = request
+        self._local, self._group, self._tag = local, group, tag
+        self._is_host, self._divides = is_host(device), backend_of(group, device).divides
         spans = list[tuple[torch.Tensor, int, int]]()  # runs of elements in full buffers
         for plan, full, _ in transfers:
             for param, start in zip(plan.params, plan.full_offsets, strict=True):
@@ -58,7 +53,7 @@ class AllReduceRoute:
                 elif param.numel:
                     spans.append((full, start, start + param.numel))
         self._runs = [alias(full)[first:end] for full, first, end in spans]
-        size = process_group.size()
+        size = group.size()
         self.sent = 2 * (size - 1) * sum(run.nbytes for run in self._runs) // size
 
     def start(

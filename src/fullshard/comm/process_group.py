@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.backends import backends_of
-from fullshard.comm.waits import waiting
+from fullshard.comm.waits import Wait, waiting
 from fullshard.torch_private import all_gather_single, default_store
 
 _SMALL, _LENGTH = 248, 8  # bytes of an object that travel with its length, and bytes of that length
@@ -47,22 +47,15 @@ def broadcast(values: torch.Tensor, process_group: dist.ProcessGroup | None, wha
 class StartedAllGather:
     """The tensors of all ranks, which have one shape and dtype, end to end in ``every``. It starts when it is made."""
 
-    def __init__(
-        self,
-        mine: torch.Tensor,
-        process_group: dist.ProcessGroup,
-        what: str,
-        tag: int = -1,
-        every: torch.Tensor | None = None,
-    ) -> None:
-        self._wait, self._mine = (what, process_group, tag), mine.contiguous()
-        self._every = mine.new_empty((process_group.size(), *mine.shape)) if every is None else every
+    def __init__(self, mine: torch.Tensor, wait: Wait, every: torch.Tensor | None = None) -> None:
+        self._wait, self._mine, size = wait, mine.contiguous(), dist.get_world_size(wait.process_group)
+        self._every = mine.new_empty((size, *mine.shape)) if every is None else every
         every, mine = (each.view(-1).view(torch.uint8) for each in (self._every, self._mine))  # backends lack dtypes
-        with waiting(*self._wait):
-            self._work = all_gather_single(every, mine, group=process_group, async_op=True)
+        with waiting(*wait[:3]):
+            self._work = all_gather_single(every, mine, group=wait.process_group, async_op=True)
 
     def finish(self) -> torch.Tensor:
-        with waiting(*self._wait):
+        with waiting(*self._wait[:3]):
             self._work.wait()
         return self._every
 

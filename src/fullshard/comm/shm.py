@@ -31,16 +31,7 @@ from fullshard.buffer.slots import Lease
 from fullshard.comm.local_ranks import LocalRanks, PassBarrier, find_local_ranks
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.sums import BLOCK, PieceRoute, Sum, blocks
-from fullshard.comm.transport import (
-    PLAIN_SUM,
-    Reduction,
-    Request,
-    Route,
-    SharedMemory,
-    StillRead,
-    Transfer,
-    Transport,
-)
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, SharedMemory, StillRead, Transfer, Transport
 from fullshard.comm.waits import Wait, lost, named
 from fullshard.device import Pending
 from fullshard.torch_private import CAN_SWAP_MEMORY, foreach_copy

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fullshard.buffer.messages import zero_copy_in
 from fullshard.buffer.plan import Piece
 from fullshard.buffer.slots import Lease
-from fullshard.comm.transport import Request, Transfer, alias
+from fullshard.comm.transport import Request, alias
 from fullshard.torch_private import premultiplied_sum
 
 BLOCK = 2**17  # elements that are added up at a time: what is added and its sum fit in a cache
@@ -70,8 +70,6 @@ class PieceRoute:
     def __init__(self, request: Request) -> None:
         direction, transfers, group, *_ = request
         self.gathers, self.rank, self.size = direction == "gather", group.rank(), group.size()
-        if not self.gathers:
-            check_summable(transfers)
         plans = [transfer.plan for transfer in transfers]
         self.fulls = [alias(transfer.full) for transfer in transfers]
         self.shards = [alias(transfer.shard) for transfer in transfers if self.gathers]  # each reduction brings others
@@ -79,6 +77,11 @@ class PieceRoute:
         sections = [*range(len(plans)), *(each.section for each in self.zero_copy)]
         self.dtypes = tuple(self.fulls[section].dtype for section in sections)
         self.shard_dtypes = [transfers[section].shard.dtype for section in sections]
+        if not self.gathers and (refused := {*self.dtypes} - SUM_DTYPES.keys()):
+            raise TypeError(
+                f"point-to-point reductions add {', '.join(map(str, SUM_DTYPES))}, got {refused.pop()}: "
+                f"reduce in one of these, or set FULLSHARD_TRANSPORT=collective"
+            )
         #: Bytes of staging with which its sums begin.
         self.scratch = 0 if self.gathers else max(map(scratch_bytes, self.dtypes, self.shard_dtypes))
 
@@ -128,16 +131,6 @@ def blocks(piece: Piece, numel: int = BLOCK) -> Iterator[Piece]:
     for first in range(0, piece.shape[0], max(1, rows)):
         block = piece.part(first, min(first + max(1, rows), piece.shape[0]))
         yield from [block] if rows else blocks(block, numel)
-
-
-def check_summable(transfers: Sequence[Transfer]) -> None:
-    """Refuse dtypes that cannot be added up, by a TypeError."""
-    for transfer in transfers:
-        if transfer.full.dtype not in SUM_DTYPES:
-            raise TypeError(
-                f"point-to-point reductions add {', '.join(map(str, SUM_DTYPES))}, got {transfer.full.dtype}: "
-                f"reduce in one of these, or set FULLSHARD_TRANSPORT=collective"
-            )
 
 
 def scratch_bytes(dtype: torch.dtype, shard_dtype: torch.dtype) -> int:

@@ -45,15 +45,10 @@ class Transfer(NamedTuple):
                     f"the {what} {where} must be a contiguous 1-D tensor of {numel} elements, "
                     f"got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
                 )
-        if over is None:
-            return  # a copy on this rank casts, and moves from device to device
-        if full.device != shard.device:
-            raise ValueError(f"the full buffer {where} is on {full.device}, but its shard is on {shard.device}")
-        if direction == "gather" and full.dtype != shard.dtype:
-            raise ValueError(
-                f"an all-gather {where} moves bytes and casts nothing, but its full buffer has dtype {full.dtype} and "
-                f"its shard {shard.dtype}: cast the shard first"
-            )
+        for what in ("device", "dtype") if direction == "gather" else ("device",):
+            one, other = getattr(full, what), getattr(shard, what)
+            if over is not None and one != other:  # this rank alone copies, which may cast
+                raise ValueError(f"the full buffer {where} has the {what} {one}, but its shard {other}: convert one")
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fullshard.comm.process_group import StartedAllGather
+from fullshard.comm.waits import Wait
 from fullshard.device import Done, Pending, streams_of
 from fullshard.group.context import GroupContext
 from fullshard.group.parameter import ShardedParameter
@@ -55,8 +56,8 @@ class _Extended:
             if over is None:
                 target.copy_(source)
                 continue
-            every, what = None if self._param.dim else target, f"the all-gather of '{self._param.name}'"
-            self._started.append((StartedAllGather(source, over, what, self._group.tag, every), target))
+            wait = Wait(f"the all-gather of '{self._param.name}'", over, self._group.tag)
+            self._started.append((StartedAllGather(source, wait, None if self._param.dim else target), target))
 
     def finish(self) -> None:
         started, self._started = self._started, []

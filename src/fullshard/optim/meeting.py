@@ -36,7 +36,7 @@ from fullshard.comm.transport import (
     Wire,
     make_wire,
 )
-from fullshard.comm.waits import waiting
+from fullshard.comm.waits import Wait, waiting
 from fullshard.device import CPU, Lane, Pending
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, local_tensor
@@ -281,7 +281,7 @@ class ChangesExchange:
         """Start to exchange, and to compare what the replicas exchange."""
         if has_peers(self._process_group):
             mine = torch.tensor(self._said, device=device_of(self._process_group))
-            self._heard = StartedAllGather(mine, self._process_group, "the meeting of replicas")
+            self._heard = StartedAllGather(mine, Wait("the meeting of replicas", self._process_group))
         self._mark = lane.run(self._start)
 
     def _start(self) -> Pending:
