@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fullshard.comm.backends import backend_of
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transfer, Transport, alias
-from fullshard.comm.waits import waiting
+from fullshard.comm.waits import Wait, waiting
 from fullshard.device import Pending, Started, is_host
 
 
@@ -42,7 +42,7 @@ class AllReduceRoute:
 
     def __init__(self, local: Route, request: Request, device: torch.device) -> None:
         _, transfers, group, tag, _ = request
-        self._local, self._group, self._tag = local, group, tag
+        self._local, self._group, self._wait = local, group, Wait("an all-reduce", group, tag)
         self._is_host, self._divides = is_host(device), backend_of(group, device).divides
         spans = list[tuple[torch.Tensor, int, int]]()  # runs of elements in full buffers
         for plan, full, _ in transfers:
@@ -60,21 +60,21 @@ class AllReduceRoute:
         self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
     ) -> Pending:
         started = list[tuple[dist.Work | None, torch.Tensor, float]]()  # what still divides each
-        for values in (*zero_copy, *self._runs):
-            scaling = choose_scaling(values.dtype, self._group.size(), *reduction, self._divides)
-            if values.dtype == torch.float16:  # no term may overflow the sum of all
-                scaling = Scaling(before=reduction.divisor)
-            values = torch.view_as_real(values) if values.is_complex() else values
-            divide_(values, scaling.before)
-            with waiting("an all-reduce", self._group, self._tag):
+        with waiting(*self._wait):
+            for values in (*zero_copy, *self._runs):
+                scaling = choose_scaling(values.dtype, self._group.size(), *reduction, self._divides)
+                if values.dtype == torch.float16:  # no term may overflow the sum of all
+                    scaling = Scaling(before=reduction.divisor)
+                values = torch.view_as_real(values) if values.is_complex() else values
+                divide_(values, scaling.before)
                 work = dist.all_reduce(values, scaling.op, self._group, async_op=self._is_host)
-            started.append((work, values, scaling.after))
+                started.append((work, values, scaling.after))
         return Started(partial(self._finish, started, shards))
 
     def _finish(
         self, started: Sequence[tuple[dist.Work | None, torch.Tensor, float]], shards: Sequence[torch.Tensor]
     ) -> None:
-        with waiting("an all-reduce", self._group, self._tag):
+        with waiting(*self._wait):
             for work, _, _ in started:
                 if work is not None:
                     work.wait()

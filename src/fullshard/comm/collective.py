@@ -111,7 +111,7 @@ class _CollectiveCarrier:
     def close(self) -> None:
         memory, group, by_host = self._memory, self._group, is_host(self._memory.all_received.device)
         received, sent = (list(map(torch.Tensor.numel, each)) for each in (memory.received, memory.sent))
-        with waiting(*self._wait[:3]):
+        with waiting(*self._wait):
             if self._wait.gathers:
                 self._work = all_gather_over(group, by_host)[0](memory.all_received, memory.sent[group.rank()])
             else:
@@ -119,7 +119,7 @@ class _CollectiveCarrier:
                 self._work = dist.all_to_all_single(*given, async_op=by_host)
 
     def wait(self) -> None:
-        with waiting(*self._wait[:3]):
+        with waiting(*self._wait):
             if self._work is not None:
                 self._work.wait()
 

@@ -112,6 +112,7 @@ class _Exchange:
         route, group, tag = self.route, self.route.process_group, self.route.tag
         works: list[tuple[dist.Work, int]] = []
         self.works.append(works)
+        peer: int | None = None
         try:
             for to, peer in planned.receives:
                 values = to.of_shard(self.shards[to.section]) if isinstance(to, Piece) else to

@@ -51,11 +51,11 @@ class StartedAllGather:
         self._wait, self._mine, size = wait, mine.contiguous(), dist.get_world_size(wait.process_group)
         self._every = mine.new_empty((size, *mine.shape)) if every is None else every
         every, mine = (each.view(-1).view(torch.uint8) for each in (self._every, self._mine))  # backends lack dtypes
-        with waiting(*wait[:3]):
+        with waiting(*wait):
             self._work = all_gather_single(every, mine, group=wait.process_group, async_op=True)
 
     def finish(self) -> torch.Tensor:
-        with waiting(*self._wait[:3]):
+        with waiting(*self._wait):
             self._work.wait()
         return self._every
 

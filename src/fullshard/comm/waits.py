@@ -124,10 +124,10 @@ def named(tag: int) -> str:
 
 
 @contextmanager
-def waiting(what: str, process_group: dist.ProcessGroup | None, tag: int = -1) -> Iterator[None]:
+def waiting(what: str, process_group: dist.ProcessGroup | None, tag: int = -1, gathers: bool = False) -> Iterator[None]:
     """A context of calls that wait for the ranks of a process group, or send to them. Raises PeerFailureError if a
     backend says that one is lost."""
-    wait = Wait(what, process_group, tag)
+    wait = Wait(what, process_group, tag, gathers)
     before = WAITS.change(wait)
     try:
         yield

@@ -56,7 +56,7 @@ class _Extended:
             if over is None:
                 target.copy_(source)
                 continue
-            wait = Wait(f"the all-gather of '{self._param.name}'", over, self._group.tag)
+            wait = Wait(f"the all-gather of '{self._param.name}'", over, self._group.tag, gathers=True)
             self._started.append((StartedAllGather(source, wait, None if self._param.dim else target), target))
 
     def finish(self) -> None:
