@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from fullshard.buffer.plan import BufferPlan, ParamShape, make_plan
-from fullshard.comm.process_group import StartedAllGather, device_of, has_peers
+from fullshard.comm.process_group import device_of, has_peers
 from fullshard.comm.transport import (
     DIRECTIONS,
     Direction,
@@ -36,13 +36,13 @@ from fullshard.comm.transport import (
     Wire,
     make_wire,
 )
-from fullshard.comm.waits import Wait, waiting
+from fullshard.comm.waits import waiting
 from fullshard.device import CPU, Lane, Pending
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, local_tensor
 from fullshard.optim.local_step import NOT_ELEMENTWISE, NUMBERS
 from fullshard.policies import expect
-from fullshard.torch_private import altered_spec, make_dtensor, sharding_spec
+from fullshard.torch_private import all_gather_single, altered_spec, make_dtensor, sharding_spec
 from fullshard.wire_policy import WirePolicy
 
 #: Makes an optimizer of a list of parameters.
@@ -275,13 +275,15 @@ class ChangesExchange:
         self._means = [means[at] for at in range(len(means))]
         self._reducing: list[Pending] = []
         self._gathering: list[Pending] = []
-        self._heard: StartedAllGather | None = None
+        self._heard: tuple[dist.Work, torch.Tensor] | None = None
 
     def start(self, lane: Lane) -> None:
         """Start to exchange, and to compare what the replicas exchange."""
         if has_peers(self._process_group):
             mine = torch.tensor(self._said, device=device_of(self._process_group))
-            self._heard = StartedAllGather(mine, Wait("the meeting of replicas", self._process_group))
+            every = mine.new_empty(self._process_group.size() * len(mine))
+            with waiting("the meeting of replicas", self._process_group):
+                self._heard = all_gather_single(every, mine, group=self._process_group, async_op=True), every
         self._mark = lane.run(self._start)
 
     def _start(self) -> Pending:
@@ -311,9 +313,11 @@ class ChangesExchange:
         if heard is None:
             return
         with waiting("the meeting of replicas", self._process_group):
-            said = heard.finish().tolist()
-        for rank, pair in zip(dist.get_process_group_ranks(self._process_group), said, strict=True):
-            if tuple(pair) != self._said:
+            heard[0].wait()
+            said = heard[1].tolist()
+        pairs = list(zip(said[::2], said[1::2], strict=True))
+        for rank, pair in zip(dist.get_process_group_ranks(self._process_group), pairs, strict=True):
+            if pair != self._said:
                 raise RuntimeError(
                     f"replicas meet at different steps: rank {dist.get_rank()} brings fragment {self._said[1]} after "
                     f"step {self._said[0]}, and rank {rank} brings fragment {pair[1]} after step {pair[0]}. Load the "
