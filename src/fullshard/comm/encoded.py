@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -72,25 +72,23 @@ def lay_out_message(
     plans: tuple[BufferPlan, ...], dtypes: tuple[torch.dtype, ...], wire: Wire, owner: int, sums: bool
 ) -> EncodedMessage:
     """The message with the parts of ``owner``: from it to any other rank or, if they are summed up, to it."""
-    chunks, exact, pieces = list[EncodedChunk](), list[tuple[Piece, int]](), list[tuple[Piece, int]]()
-    numel, start, encoding = 0, 0, wire.encoding
+    groups, numels, exact = list[list[tuple[Piece, int]]](), list[int](), list[tuple[Piece, int]]()
     every = [piece for i, plan in enumerate(plans) for piece in plan.pieces(owner, i) if sums or not piece.is_kept]
     encoded = [each for each in every if wire.encodes(each, dtypes[each.section])]
     for part in [part for piece in encoded for part in blocks(piece, CHUNK)]:
-        size = -(-part.numel // encoding.block) * encoding.block
-        if pieces and numel + size > CHUNK:
-            chunks.append(EncodedChunk(tuple(pieces), numel, (start, start + encoding.nbytes(numel))))
-            pieces, numel, start = [], 0, start + encoding.nbytes(numel)
-        pieces.append((part, numel))
-        numel += size
-    if pieces:
-        chunks.append(EncodedChunk(tuple(pieces), numel, (start, start + encoding.nbytes(numel))))
-        start += encoding.nbytes(numel)
+        size = -(-part.numel // wire.encoding.block) * wire.encoding.block
+        if not groups or numels[-1] + size > CHUNK:
+            groups.append([])
+            numels.append(0)
+        groups[-1].append((part, numels[-1]))
+        numels[-1] += size
+    starts = [*accumulate(map(wire.encoding.nbytes, numels), initial=0)]
+    chunks, start = tuple(map(EncodedChunk, map(tuple, groups), numels, pairwise(starts))), starts[-1]
     for piece in every:
         if piece not in encoded:
             exact.append((piece, start))
             start += align(piece.numel * dtypes[piece.section].itemsize)
-    return EncodedMessage(tuple(chunks), tuple(exact), start)
+    return EncodedMessage(chunks, tuple(exact), start)
 
 
 @dataclass(frozen=True)
