@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fullshard.comm.backends import backend_of
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
-from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transfer, Transport, alias
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Shards, Transfer, Transport, alias
 from fullshard.comm.waits import Wait, waiting
 from fullshard.device import Pending, Started, is_host
 
@@ -56,9 +56,7 @@ class AllReduceRoute:
         size = group.size()
         self.sent = 2 * (size - 1) * sum(run.nbytes for run in self._runs) // size
 
-    def start(
-        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
-    ) -> Pending:
+    def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
         started = list[tuple[dist.Work | None, torch.Tensor, float]]()  # what still divides each
         with waiting(*self._wait):
             for values in (*zero_copy, *self._runs):

@@ -22,9 +22,9 @@ from fullshard.buffer.sections import starts, views
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
 from fullshard.comm.backend_memory import BackendMemory
 from fullshard.comm.backends import backend_of
-from fullshard.comm.encoded import EncodedRoute, ExchangeMemory, Span
+from fullshard.comm.encoded import Carrier, EncodedRoute
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
-from fullshard.comm.transport import PLAIN_SUM, Ranks, Reduction, Request, Route, Transport, alias
+from fullshard.comm.transport import PLAIN_SUM, Ranks, Reduction, Request, Route, Shards, Transport, alias
 from fullshard.comm.waits import WAITS, Wait, lost, waiting
 from fullshard.device import CPU, Done, Pending, is_host
 from fullshard.policies import AllGather, Comm, ReduceScatter
@@ -87,7 +87,7 @@ class _HookRoute:
         size = request.process_group.size()
         self.sent = sum(full.nbytes // size * (size - 1) for full in self._fulls)  # assumed: a reduce-scatter
 
-    def start(self, shards: Sequence[torch.Tensor] = (), *_: object) -> Pending:
+    def start(self, shards: Shards = (), *_: object) -> Pending:
         with waiting(*self._wait):
             for full, shard in zip(self._fulls, shards, strict=True):
                 # Compressing hooks replace the data of their arguments. Give them aliases: our views are used again.
@@ -97,29 +97,22 @@ class _HookRoute:
         return Done()
 
 
-class _CollectiveCarrier:
-    """Encoded messages that travel in one collective: an all-gather, or an all-to-all and a local sum."""
-
-    runs_beside = False  # ranks start their collectives in one order
-
-    def __init__(self, process_group: dist.ProcessGroup, wait: Wait, memory: ExchangeMemory) -> None:
-        self._group, self._wait, self._memory = process_group, wait, memory
-
-    def send(self, rank: int, span: Span) -> None:
-        return
+class _CollectiveCarrier(Carrier):
+    """Encoded messages that travel in one collective: an all-gather, or an all-to-all and a local sum. Ranks start
+    their collectives in one order."""
 
     def close(self) -> None:
-        memory, group, by_host = self._memory, self._group, is_host(self._memory.all_received.device)
+        memory, group, by_host = self.memory, self.process_group, is_host(self.memory.all_received.device)
         received, sent = (list(map(torch.Tensor.numel, each)) for each in (memory.received, memory.sent))
-        with waiting(*self._wait):
-            if self._wait.gathers:
+        with waiting(*self.waits_for):
+            if self.waits_for.gathers:
                 self._work = all_gather_over(group, by_host)[0](memory.all_received, memory.sent[group.rank()])
             else:
                 given = memory.all_received, memory.all_sent, received, sent, group
                 self._work = dist.all_to_all_single(*given, async_op=by_host)
 
     def wait(self) -> None:
-        with waiting(*self._wait):
+        with waiting(*self.waits_for):
             if self._work is not None:
                 self._work.wait()
 
@@ -182,9 +175,7 @@ class _CollectiveRoute:
         #: For each of the messages: the collective, one for all tensors at once if there is any, and the scaling.
         self._collectives: list[tuple[Collective, Collectives | None, Scaling]] = []
 
-    def start(
-        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
-    ) -> Pending:
+    def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
         lease = SHARED.lease(self.staging, self._device) if self.staging else NO_LEASE
         pending = _PendingCollectives(self._wait, [], [], lease)
         try:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from fullshard.buffer.plan import BufferPlan, Piece
 from fullshard.buffer.sections import align
 from fullshard.buffer.slots import SHARED
 from fullshard.comm.sums import SUM_DTYPES, PieceRoute, Sum, blocks, divide_
-from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Wire
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Shards, Wire
 from fullshard.comm.waits import WAITS, Wait
 from fullshard.device import Pending, is_host
 from fullshard.encoded_tensors import EncodedTensors, add_up, decode_tensors, encode_each, encode_together
@@ -102,10 +102,13 @@ class ExchangeMemory:
     all_sent: torch.Tensor
 
 
-class Carrier(Protocol):
-    """How the messages of an exchange travel. It is opened before they are written, and starts to receive."""
+class Carrier:
+    """How the messages of an exchange travel. It is opened before they are written, and may start to receive."""
 
-    runs_beside: bool  # whether messages may be written and read in another thread, in any order of exchanges
+    runs_beside = False  # whether messages may be written and read in another thread, in any order of exchanges
+
+    def __init__(self, process_group: dist.ProcessGroup, wait: Wait, memory: ExchangeMemory) -> None:
+        self.process_group, self.waits_for, self.memory = process_group, wait, memory
 
     def send(self, rank: int, span: Span) -> None:
         """A part of the message to ``rank`` (in a gather, to all) is written."""
@@ -116,12 +119,13 @@ class Carrier(Protocol):
     def wait(self) -> None:
         """Return when all messages have come, and those sent may be written again; on a device, let the current stream
         wait for that."""
+        raise NotImplementedError
 
 
 class EncodedRoute(PieceRoute):
     """A route with a wire, see :class:`~fullshard.comm.transport.Route`."""
 
-    def __init__(self, request: Request, carrier: Callable[[dist.ProcessGroup, Wait, ExchangeMemory], Carrier]) -> None:
+    def __init__(self, request: Request, carrier: type[Carrier]) -> None:
         super().__init__(request)
         direction, transfers, group, tag, wire = request
         assert wire is not None
@@ -147,9 +151,7 @@ class EncodedRoute(PieceRoute):
         #: The staging has memory for sums, a chunk, and these messages.
         self.staging = self.scratch + 4 * CHUNK + sum(map(sum, self.nbytes))
 
-    def start(
-        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
-    ) -> Pending:
+    def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
         shards = [*shards, *(shards[each.section][each.chunk] for each in self.zero_copy)]
         exchange = _EncodedExchange(self, shards, [*self.fulls, *zero_copy], reduction.divisor)
         if exchange.carrier.runs_beside:

@@ -27,10 +27,10 @@ from fullshard.buffer.messages import vectors
 from fullshard.buffer.plan import Copies, Piece
 from fullshard.buffer.sections import align
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
-from fullshard.comm.encoded import EncodedRoute, ExchangeMemory, Span
+from fullshard.comm.encoded import Carrier, EncodedRoute, ExchangeMemory, Span
 from fullshard.comm.rounds import Round, plan_rounds
 from fullshard.comm.sums import PieceRoute, Sum, blocks
-from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transport
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Shards, Transport
 from fullshard.comm.waits import WAITS, Wait, lost
 from fullshard.device import CPU, Pending
 from fullshard.torch_private import foreach_copy
@@ -161,41 +161,37 @@ def _message_tag(wait: Wait) -> int:
     return _FIRST_TAG + 2 * wait.tag + (not wait.gathers)
 
 
-class _PairCarrier:
+class _PairCarrier(Carrier):
     """Encoded messages, each between two ranks."""
 
     runs_beside = True
 
     def __init__(self, process_group: dist.ProcessGroup, wait: Wait, memory: ExchangeMemory) -> None:
-        group = self._group = process_group
-        self._wait, self._memory, self._tag = wait, memory, _message_tag(wait)
-        self._works: list[tuple[dist.Work, int]] = []
-        self._posted = _posted.setdefault(group, [])
+        super().__init__(process_group, wait, memory)
+        self._tag, self._works = _message_tag(wait), list[tuple[dist.Work, int]]()
+        self._posted = _posted.setdefault(process_group, [])
         self._posted.append(self._works)
         for rank, (message, parts) in enumerate(zip(memory.received, memory.parts, strict=True)):
             for span in parts:
-                self._start(group.recv, message[slice(*span)], rank)
+                self._start(process_group.recv, message[slice(*span)], rank)
 
     def send(self, rank: int, span: Span) -> None:
-        group, mine = self._group, self._group.rank()
-        for peer in [each for each in range(group.size()) if each != mine] if self._wait.gathers else [rank]:
-            self._start(group.send, self._memory.sent[peer][slice(*span)], peer)
+        group, mine = self.process_group, self.process_group.rank()
+        for peer in [each for each in range(group.size()) if each != mine] if self.waits_for.gathers else [rank]:
+            self._start(group.send, self.memory.sent[peer][slice(*span)], peer)
 
     def _start(self, call: Callable[..., dist.Work], message: torch.Tensor, peer: int) -> None:
         try:
             self._works.append((call([message], peer, self._tag), peer))
         except RuntimeError as error:
-            raise lost(self._wait, error, peer) from error
-
-    def close(self) -> None:
-        return
+            raise lost(self.waits_for, error, peer) from error
 
     def wait(self) -> None:
         try:
             for work, peer in self._works:  # noqa: B007 - for the error
                 work.wait()
         except RuntimeError as error:
-            raise lost(self._wait, error, peer) from error
+            raise lost(self.waits_for, error, peer) from error
         self._posted.remove(self._works)
 
 
@@ -231,9 +227,7 @@ class _MessageRoute(PieceRoute):
         self.sent = sum(len(peers) * each.sent_bytes(itemsizes) for peers, each in leaving)
         self._bound: dict[int, list[_BoundRound]] = {}
 
-    def start(
-        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
-    ) -> Pending:
+    def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
         """An exchange in staging of its own; its rounds there are the same ones in every step."""
         lease = SHARED.lease(self.staging, CPU) if self.staging else NO_LEASE
         rounds = self._bound.get(lease.index) or self._bind(lease)

@@ -22,6 +22,7 @@ from fullshard.wire_policy import WirePolicy
 
 Direction = Literal["gather", "reduce"]  # shards to all ranks, or the values of all ranks to shards
 DIRECTIONS: tuple[Direction, Direction] = ("gather", "reduce")
+Shards = Sequence[torch.Tensor]  # those of each transfer
 Ranks = dist.ProcessGroup | None  # between which something travels; ``None``: this rank alone has all of it
 
 
@@ -115,9 +116,7 @@ class Route(Protocol):
     staging: int  # bytes of the memory that it takes beside its buffers
     sent: int  # bytes that this rank sends, with the fewest that any algorithm of a collective needs
 
-    def start(
-        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
-    ) -> Pending:
+    def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
         """Start the transfers. A reduction is given the shards that it writes; a gather is given nothing.
 
         Full buffers that are messages (``Plan.is_messages``) lack their ``zero_copy`` parameters: these are given here,
@@ -143,9 +142,7 @@ class LocalRoute:
             else:
                 self._gathered += [(piece.of_full(full), piece.of_shard(shard)) for piece in plan.pieces(0)]
 
-    def start(
-        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
-    ) -> Pending:
+    def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
         with torch.no_grad():
             for values in zero_copy if reduction.divisor != 1 else ():
                 values.div_(reduction.divisor)
