@@ -26,6 +26,7 @@ from benchmarks.ranks import run_simulated
 from benchmarks.traffic import Traffic, nbytes
 from fullshard import torch_private
 from fullshard.comm import collective
+from fullshard.comm.backends import BACKENDS
 
 #: Steps before the one that is counted.
 _WARM_UP = 3
@@ -170,7 +171,7 @@ def simulated_device(points: _Unordered | None = None) -> Iterator[SimulatedStre
     """The CPU as a device with streams, whose collectives are those of NCCL."""
     with simulate(points or _Unordered()) as streams, ExitStack() as stack:
         for name, value in (
-            ("backend_name", lambda *_: "nccl"),
+            ("backend_of", lambda *_: BACKENDS["nccl"]),
             ("all_gather_over", torch_private.all_gather_over),
             ("reduce_scatter_over", torch_private.reduce_scatter_over),
         ):

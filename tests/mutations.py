@@ -813,14 +813,14 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/point_to_point.py",
-        '2 * request.tag + (request.direction == "reduce")',
-        "2 * request.tag",
+        "2 * wait.tag + (not wait.gathers)",
+        "2 * wait.tag",
         "tests/comm/test_point_to_point.py::test_a_gather_and_a_reduction_of_one_group_may_start_in_opposite_order",
     ),
     Mutation(
         "comm/point_to_point.py",
-        "self._scratch + number % DEPTH * self._turn for",
-        "self._scratch for",
+        "self.scratch + number % DEPTH * self._turn for",
+        "self.scratch for",
         "tests/comm/test_transport.py::test_every_rank_gathers_all_parameters",
     ),
     Mutation(
@@ -843,7 +843,7 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/point_to_point.py",
-        "offset += (block.shard_start - piece.shard_start) * self._dtypes[piece.section].itemsize",
+        "offset += (block.shard_start - piece.shard_start) * self.dtypes[piece.section].itemsize",
         "pass",
         "tests/comm/test_transport.py::test_every_rank_gets_the_mean_of_what_it_owns",
     ),

@@ -90,6 +90,22 @@ USE_PRIVATE = (
     "testing.pytest_private",
 )
 
+#: Files that call collectives of torch, or send and receive. All others use routes, or `comm.process_group`.
+COMMUNICATE = {
+    "comm.point_to_point": "messages of the transport",
+    "comm.collective": "collectives of the transport",
+    "comm.all_reduce": "sums of replicas",
+    "comm.backend_memory": "a barrier makes the communicator for symmetric memory",
+    "comm.process_group": "what ranks tell each other outside of routes",
+    "schedule.step_log": "ranks compare their passes in a lane, while they train",
+    "optim.meeting": "replicas compare what they exchange, and read it while they wait",
+    "checkpoint.replicas": "copies of a checkpoint go from rank to rank, by tags of their own",
+    "checkpoint.fetch": "ranks ask each other for parts of a checkpoint, by tags of their own",
+    "report.environment": "messages that measure the network",
+    "cli": "two processes try which transport there is",
+    "torch_private": "names of collectives that releases call differently",
+}
+
 #: Where `nn.Module` keeps what is registered with it: parameters are shown by an update of these in place.
 REGISTERED = {"_parameters", "_buffers", "_modules"}
 
@@ -229,6 +245,22 @@ def test_private_names_of_torch_are_used_in_one_file() -> None:
                 private += [] if ours else [f"{ast.unparse(node)} in line {node.lineno}"]
         wrong += [f"{name}: {each}" for each in private]
     assert not wrong, "\n".join(wrong)
+
+
+def test_few_files_communicate() -> None:
+    ends = "(_single|_into_tensor|_tensor|_coalesced|_object|_object_list|_base|_over)*"
+    known = "all_?gather|all_?reduce|reduce_?scatter|broadcast|all_?to_?all|barrier|monitored_barrier|i?send|i?recv"
+    called = re.compile(rf"(dist|torch\.distributed)\.({known}|gather|scatter|reduce){ends}")
+    of_groups = re.compile(rf"(self\.)?_?(process_)?group\._?({known}){ends}")  # our own groups gather and reduce too
+    taken = re.compile(rf"(torch\.distributed\S*|fullshard\.torch_private)\.({known}|gather|scatter|reduce){ends}")
+    found = set()
+    for file in FILES:
+        names = [ast.unparse(node) for node in nodes(file) if isinstance(node, ast.Attribute)]
+        if any(called.fullmatch(name) or of_groups.fullmatch(name) for name in names) or any(
+            map(taken.fullmatch, imports(file))
+        ):
+            found.add(name_of(file))
+    assert found == set(COMMUNICATE), found ^ set(COMMUNICATE)
 
 
 def test_no_file_is_longer_than_500_lines_and_each_says_what_it_is() -> None:

@@ -39,6 +39,12 @@ class Done:
         return
 
 
+class Started(NamedTuple):
+    """Communication that one function completes."""
+
+    finish: Callable[[], None]
+
+
 class Mark(Protocol):
     """A point that work has to reach."""
 

@@ -44,17 +44,13 @@ class EncodedTensors(NamedTuple):
 
     def cut(self, values: torch.Tensor) -> list[torch.Tensor]:
         """The numbers of each tensor."""
-        tensors = self.sources or self.targets
-        return [
-            values[start : start + each.numel()].view(each.shape)
-            for start, each in zip(self.starts, tensors, strict=True)
-        ]
+        each = zip(self.starts, self.ends, self.sources or self.targets, strict=True)
+        return [values[start:end].view(tensor.shape) for start, end, tensor in each]
 
     @property
     def ends(self) -> list[int]:
         """Where the numbers of each tensor end."""
-        tensors = self.sources or self.targets
-        return [start + each.numel() for start, each in zip(self.starts, tensors, strict=True)]
+        return [start + each.numel() for start, each in zip(self.starts, self.sources or self.targets, strict=True)]
 
 
 def encode_each(encoding: Encoding, chunks: Sequence[EncodedTensors], scratch: torch.Tensor) -> Iterator[None]:

@@ -14,8 +14,9 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard.buffer.sections import full_bytes, full_views, shard_bytes, shard_views
+from fullshard.comm.process_group import StartedAllGather, all_reduce
 from fullshard.comm.transport import Transfer
-from fullshard.comm.waits import waiting
+from fullshard.comm.waits import Wait
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, chunk_views, local_tensor, whole_views
 from fullshard.schedule.unit import UnitPhase, unit_of
@@ -181,8 +182,7 @@ def _whole(group: ParamGroup, offload_to_cpu: bool, with_grads: bool) -> dict[in
     for over in [group.data.shard_group, group.data.replicate_group if group.data.shards_replicas else None]:
         if with_grads and over is not None:  # ranks without elements do not know
             has_any = torch.tensor(has_grad, dtype=torch.uint8, device=group.device)
-            with waiting("a question to all ranks", over):
-                dist.all_reduce(has_any, dist.ReduceOp.MAX, group=over)
+            all_reduce(has_any, over, "a question to all ranks", dist.ReduceOp.MAX)
             has_grad = has_any.bool().tolist()
     shown = {}
     for index, value in values.items():
@@ -204,7 +204,5 @@ def _gather_extension(param: ShardedParameter, part: torch.Tensor | None) -> tor
         plain.narrow(dim, 0, part.shape[dim]).copy_(part)
     if group is None:
         return plain
-    parts = [torch.empty_like(plain) for _ in range(group.size())]
-    with waiting(f"all of {param.name}", group):
-        dist.all_gather(parts, plain, group=group)
-    return torch.cat(parts, dim).narrow(dim, 0, param.shape[dim])
+    parts = StartedAllGather(plain, Wait(f"all of {param.name}", group)).finish()
+    return torch.cat([*parts], dim).narrow(dim, 0, param.shape[dim])

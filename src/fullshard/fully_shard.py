@@ -22,7 +22,7 @@ from fullshard import assignments as _assignments  # noqa: F401  its import regi
 from fullshard import misuse as _misuse  # noqa: F401  its import registers hooks on units
 from fullshard import policies
 from fullshard import raw_errors as _raw_errors  # noqa: F401  its import registers advice on errors
-from fullshard.comm.process_group import backend_name
+from fullshard.comm.backends import backend_of
 from fullshard.comm.select import select_transport
 from fullshard.comm.transport import DIRECTIONS, Direction
 from fullshard.comm.waits import WAITS
@@ -307,7 +307,7 @@ def check_group(
     assert process_group is not None
     offload = options.offload
     offloads = isinstance(offload, (CPUOffloadPolicy, DiskOffloadPolicy)) and offload.parameters
-    if offloads and unit.device.type != "cpu" and not backend_name(process_group, CPU):
+    if offloads and unit.device.type != "cpu" and not backend_of(process_group, CPU).name:
         raise ValueError(
             f"{type(offload).__name__} keeps parameters and gradients as tensors of the CPU, where the process group "
             f"has no backend, so clip_grad_norm_ and state dicts could not communicate: initialize it with both, as in "

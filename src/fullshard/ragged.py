@@ -17,13 +17,13 @@ from itertools import pairwise, repeat
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
 from fullshard import torch_private as private
 from fullshard import torch_rules as rules
-from fullshard.comm.waits import waiting
+from fullshard.comm.process_group import StartedAllGather
+from fullshard.comm.waits import Wait
 
 #: Operators that compute element by element, or copy, and lack torch's tag for it.
 _ELEMENTWISE = {"detach", "alias", "clone", "copy_", "_to_copy", "zero_", "fill_", "lerp", "lerp_"}
@@ -94,9 +94,8 @@ class RaggedShard(Shard):
         shape[self.dim] = max(stop - start for start, stop in zip(self.cuts, self.cuts[1:], strict=False))
         sent = local_tensor.new_zeros(shape)
         sent.narrow(self.dim, 0, local_tensor.shape[self.dim]).copy_(local_tensor)
-        parts = [torch.empty_like(sent) for _ in range(size)]
-        with waiting(f"all rows of parameter '{self.name}'", group := mesh.get_group(mesh_dim)):
-            dist.all_gather(parts, sent, group)
+        wait = Wait(f"all rows of parameter '{self.name}'", mesh.get_group(mesh_dim))
+        parts = StartedAllGather(sent, wait).finish()
         counts = (stop - start for start, stop in zip(self.cuts, self.cuts[1:], strict=False))
         return torch.cat([part.narrow(self.dim, 0, rows) for part, rows in zip(parts, counts, strict=True)], self.dim)
 

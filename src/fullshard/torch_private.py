@@ -214,16 +214,16 @@ def is_sharded_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "local_shards")
 
 
-def whole_of_sharded_tensor(tensor: Any) -> torch.Tensor:
-    """The whole of a ``ShardedTensor`` with any chunks, bit by bit. All ranks of its process group must call it."""
+def own_part_of_sharded_tensor(tensor: Any) -> tuple[torch.Tensor, dist.ProcessGroup]:
+    """A tensor like the whole of a ``ShardedTensor``, with this rank's chunks and zeros elsewhere, so that the sum of
+    the bytes of all ranks is the whole; and its process group."""
     group = tensor._process_group
     kinds = {device.type for device in group._device_types}
     whole = torch.zeros(tuple(tensor.size()), dtype=tensor.dtype, device="cpu" if "cpu" in kinds else kinds.pop())
     for shard in tensor.local_shards():
         starts = shard.metadata.shard_offsets
         whole[tuple(map(slice, starts, map(add, starts, shard.metadata.shard_sizes)))] = shard.tensor
-    dist.all_reduce(whole.view(-1).view(torch.uint8), group=group)
-    return whole
+    return whole, group
 
 
 #: Errors of fake tensors: an operator reads their values.

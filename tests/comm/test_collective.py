@@ -16,6 +16,7 @@ from fullshard import torch_private
 from fullshard.buffer.plan import LayoutName
 from fullshard.buffer.slots import SHARED
 from fullshard.comm import collective
+from fullshard.comm.backends import BACKENDS
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.transport import Reduction
 from fullshard.device import Streams
@@ -235,7 +236,7 @@ def test_zero_copy_parameters_move_where_they_lie(size: int, monkeypatch: pytest
 @ranks(2, 3)
 def test_a_backend_may_take_all_tensors_in_one_call(world: World) -> None:
     case = Case("even", tuple(Section(dtype, ZERO_COPY) for dtype in (torch.float32, torch.float64)))
-    with mock.patch.object(collective, "_LAUNCHES_TOGETHER", ("gloo",)):
+    with mock.patch.dict(BACKENDS, gloo=BACKENDS["gloo"]._replace(launches_together=True)):
         transfers = transfers_of(case, world.size)
         fill_shards(case, transfers, world.rank)
         gather(CollectiveTransport(), transfers, dist.group.WORLD, 0).finish()

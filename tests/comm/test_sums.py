@@ -18,31 +18,31 @@ LOW_AND_HIGH = [torch.float32, torch.bfloat16, torch.float64]
 
 @pytest.mark.parametrize("dtype", LOW_AND_HIGH, ids=str)
 def test_nccl_multiplies_by_any_other_factor(dtype: torch.dtype) -> None:
-    scaling = choose_scaling(dtype, 8, 24.0, False, "nccl")
+    scaling = choose_scaling(dtype, 8, 24.0, False, True)
     assert (scaling.before, scaling.after) == (1, 1)
     assert scaling.op.op == dist.ReduceOp.PREMUL_SUM
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sums", "backend", "op", "after"),
+    ("ranks", "sums", "divides", "op", "after"),
     [
-        (8, False, "nccl", dist.ReduceOp.AVG, 1),
-        *((8, False, other, dist.ReduceOp.SUM, 8) for other in ("gloo", "fake", "mpi", "")),
-        (8, True, "nccl", dist.ReduceOp.SUM, 8),  # which it was told to do
-        (1, False, "nccl", dist.ReduceOp.SUM, 1),  # nothing is divided
+        (8, False, True, dist.ReduceOp.AVG, 1),
+        (8, False, False, dist.ReduceOp.SUM, 8),
+        (8, True, True, dist.ReduceOp.SUM, 8),  # which it was told to do
+        (1, False, True, dist.ReduceOp.SUM, 1),  # nothing is divided
     ],
 )
 def test_a_mean_is_taken_by_nccl_and_divided_after_others(
-    ranks: int, sums: bool, backend: str, op: Any, after: int
+    ranks: int, sums: bool, divides: bool, op: Any, after: int
 ) -> None:
     for dtype in LOW_AND_HIGH:
-        scaling = choose_scaling(dtype, ranks, float(ranks), sums, backend)
+        scaling = choose_scaling(dtype, ranks, float(ranks), sums, divides)
         assert (scaling.before, scaling.op, scaling.after) == (1, op, after)
 
 
-@given(st.integers(1, 4096), st.sampled_from(["nccl", "gloo"]))
-def test_fp16_is_divided_by_about_the_square_root_on_each_side(divisor: int, backend: str) -> None:
-    scaling = choose_scaling(torch.float16, divisor, float(divisor), False, backend)
+@given(st.integers(1, 4096), st.booleans())
+def test_fp16_is_divided_by_about_the_square_root_on_each_side(divisor: int, divides: bool) -> None:
+    scaling = choose_scaling(torch.float16, divisor, float(divisor), False, divides)
     assert scaling.op == dist.ReduceOp.SUM
     assert scaling.before * scaling.after == divisor
     assert 1 <= scaling.before**2 / divisor < 4
@@ -51,7 +51,7 @@ def test_fp16_is_divided_by_about_the_square_root_on_each_side(divisor: int, bac
 def test_fp16_is_divided_before_by_at_least_what_torch_divides_by() -> None:
     """Torch stops at the first power of two that does not divide the number of ranks, as early as 2."""
     for size in range(1, 1025):
-        before = choose_scaling(torch.float16, size, float(size), False, "gloo").before
+        before = choose_scaling(torch.float16, size, float(size), False, False).before
         torchs = DefaultState._get_gradient_predivide_factor(size)
         assert before == torchs if size & (size - 1) == 0 else before >= torchs, f"{size} ranks"
 

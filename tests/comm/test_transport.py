@@ -355,16 +355,16 @@ def test_tensors_that_do_not_fit_their_plan_are_refused(world: World, transport_
     (other,) = transfers_of(Case("even", mixed(ODD)), world.size + 1)
     kind = type(transfer)
     numel = transfer.plan.shard_numel
-    with pytest.raises(ValueError, match=r"'p0' is for 3 ranks, but the process group has 2"):
+    with pytest.raises(ValueError, match=r"'p0' is for 3 ranks, but there are 2"):
         gather(transport, [other], group(), 0)
     with pytest.raises(ValueError, match=rf"shard of the group of parameter 'p0' must be .* {numel} elements"):
         gather(transport, [kind(transfer.plan, transfer.full, transfer.shard[1:])], group(), 0)
     wide = torch.empty(2 * transfer.plan.full_numel)[::2]
     with pytest.raises(ValueError, match=r"full buffer .* with strides \(2,\)"):
         reduce(transport, [kind(transfer.plan, wide, transfer.shard)], group(), 1, Reduction())
-    with pytest.raises(ValueError, match=r"dtype torch.float32 and its shard torch.float64"):
+    with pytest.raises(ValueError, match=r"has the dtype torch.float32, but its shard torch.float64"):
         gather(transport, [kind(transfer.plan, transfer.full, transfer.shard.double())], group(), 0)
-    with pytest.raises(ValueError, match="is on cpu, but its shard is on meta"):
+    with pytest.raises(ValueError, match="has the device cpu, but its shard meta"):
         reduce(transport, [kind(transfer.plan, transfer.full, transfer.shard.to("meta"))], group(), 1, Reduction())
 
 
@@ -458,7 +458,7 @@ def test_a_selection_of_the_parameters_of_one_rank_is_gathered_and_reduced(world
 @ranks(1)
 def test_a_plan_for_several_ranks_is_refused_by_one_without_others(world: World) -> None:
     (transfer,) = transfers_of(Case("even", mixed(ODD)), 2)
-    with pytest.raises(ValueError, match=r"'p0' is for 2 ranks, but this rank has no others: make a plan for 1"):
+    with pytest.raises(ValueError, match=r"'p0' is for 2 ranks, but there are 1: make a new plan"):
         gather(make("p2p"), [transfer], None)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from fullshard.comm.backends import BACKENDS
 from fullshard.device import META
 from fullshard.report import environment
 from fullshard.report.environment import Facts, _judge_pairs, _settings, _threads
@@ -72,7 +73,7 @@ def test_slow_pairs_are_told_the_slowest_first_and_one_rank_is_blamed_for_severa
 @ranks(2)
 def test_messages_of_gloo_come_from_the_host(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads the address of a device's tensor as one of the host, which ends the process."""
-    monkeypatch.setattr(environment, "backend_name", lambda group, device: "gloo")
+    monkeypatch.setattr(environment, "backend_of", lambda group, device: BACKENDS["gloo"])
     assert dist.group.WORLD is not None
     (check,) = environment._pairs(dist.group.WORLD, META, [0, 1])
     assert check.result == "ok"

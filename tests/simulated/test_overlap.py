@@ -14,6 +14,7 @@ from torch import nn
 
 import fullshard
 from fullshard.comm import collective
+from fullshard.comm.backends import BACKENDS
 from fullshard.device import CPU, Lane
 from fullshard.group.gradients import Gradients
 from fullshard.schedule import step_log
@@ -109,7 +110,7 @@ def test_a_reduction_is_waited_for_when_the_next_buffer_is_written(world: World,
     with (
         simulated("late"),
         Waits().counted() as waits,
-        mock.patch.object(collective, "_LAUNCHES_TOGETHER", ("gloo",)),
+        mock.patch.dict(BACKENDS, gloo=BACKENDS["gloo"]._replace(launches_together=True)),
         mock.patch.object(Gradients, "receive", staticmethod(look)),
     ):
         model = seeded(lambda: blocks(128))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard.buffer import slots
-from fullshard.comm import collective
+from fullshard.comm.backends import BACKENDS
 from fullshard.device import CPU, current_stream, streams_of
 from fullshard.group import comm_context
 from fullshard.group.gradient_buffer import WholeViews
@@ -89,7 +89,7 @@ def zero_copy_parameters(world: World) -> None:
         defaults: dict[str, Any] = {"shard": each_block(), "batch": random_batch(4, 128)}
         compare(world, Training(build=lambda: seeded(lambda: MLP((128,) * 4)), **defaults, **changes))
 
-    with mock.patch.object(collective, "_LAUNCHES_TOGETHER", ("gloo",)):
+    with mock.patch.dict(BACKENDS, gloo=BACKENDS["gloo"]._replace(launches_together=True)):
         train(world)
         train(world, micro_batches=2, set_up_micro=set_up)
 
@@ -120,7 +120,7 @@ def gradients_cast_into_slots(world: World) -> None:
             model.set_requires_gradient_sync(micro != 1)
             cast.extend(type(group.gradients.buffer.views) is WholeViews for group in groups_of(model.blocks))
 
-    with mock.patch.object(collective, "_LAUNCHES_TOGETHER", ("gloo",)):
+    with mock.patch.dict(BACKENDS, gloo=BACKENDS["gloo"]._replace(launches_together=True)):
         how: dict[str, Any] = {"shard": each_block(precision=precision), "precision": precision}
         for count in (1, 3):
             build = partial(seeded, Wide)

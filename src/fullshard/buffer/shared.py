@@ -12,31 +12,24 @@ import mmap
 import torch
 
 from fullshard.buffer.shared_memory import Segment, page_faults
+from fullshard.buffer.slots import OwnBuffer
 from fullshard.device import PASSED, Mark
-from fullshard.torch_private import storage_id
 
 #: After so many uses the pages are looked at even if no use had a page fault: a leaf that somebody kept may be written
 #: outside of any use.
 _USES = 64
 
 
-class SharedBuffer:
+class SharedBuffer(OwnBuffer):
     """A full buffer that ranks share. It begins ``start`` bytes into ``view``, the mapping by which this rank reads the
-    memory of all. It is taken and given back like a :class:`~fullshard.buffer.slots.SlotBuffer`.
-    """
+    memory of all."""
 
-    takes_turns = False
     _faults_seen = 0  # in all of this process, when a buffer was last given back
 
     def __init__(self, view: Segment, start: int, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._view = view
-        self.memory = view.tensor(start, nbytes, torch.uint8)
-        self.storage_id = storage_id(self.memory)  # identifies the storage that all views of the buffer have
-        self._is_private = False
-        self._uses = 0
-        self._faults = 0
-        self.in_use = False
+        super().__init__(view.tensor(start, nbytes, torch.uint8))
+        self._view, self._is_private = view, False
+        self._uses = self._faults = 0
 
     def take(self) -> Mark:
         if not self.in_use:
@@ -80,9 +73,3 @@ class SharedBuffer:
     def _tell_children(self) -> None:
         """Let forked processes see what the views show now; they see a private copy in any case."""
         self._view.pages.own = ((0, self._view.pages.nbytes),) if self.in_use and not self._is_private else ()
-
-    def keep_memory(self, keep: bool) -> None:
-        """Does nothing: it has memory of its own, at one address."""
-
-    def poison(self) -> None:
-        """Does nothing: others read it."""

@@ -247,7 +247,7 @@ class OwnBuffer:
         """Does nothing: its memory stays."""
 
     def poison(self) -> None:
-        """Does nothing: its values stay."""
+        """Does nothing: its values stay, and others may read them."""
 
 
 class Lease:
@@ -316,13 +316,12 @@ class Staging:
     def drop(self, least: int = 0) -> int:
         """Give the memory of every buffer of ``least`` bytes or more that is not in use back to the system; returns its
         bytes."""
-        dropped = 0
+        before = self.nbytes_free
         for _, lease in chain.from_iterable(self.free.values()):
             if lease.nbytes >= least:
-                dropped += lease.nbytes
                 lease.storage.resize_(0)
                 lease.nbytes = 0
-        return dropped
+        return before - self.nbytes_free
 
 
 #: The buffers of this process, which all transports share. ``SHARED.drop()`` gives their memory back.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError
-from fullshard.comm.process_group import broadcast_object, decoded, encoded, gather_objects
+from fullshard.comm.process_group import all_reduce, broadcast_object, gather_objects, gather_to_first
 from fullshard.comm.waits import PeerFailureError, waiting
 from fullshard.platforms import after_fork
 
@@ -74,17 +74,10 @@ class Ranks:
         """The objects of all ranks, on the first rank only. The objects may be large."""
         if self.group is None:
             return [mine]
-        data = encoded(mine, self.group)
-        lengths = self.gather(data.numel())
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: data.numel()] = data
-        every = [torch.empty_like(padded) for _ in lengths] if self.first else None
         try:
-            with waiting("each rank's message to the first about a checkpoint", self.group):
-                dist.gather(padded, every, group=self.group, group_dst=0)
+            return gather_to_first(mine, self.group, "each rank's message to the first about a checkpoint")
         except RuntimeError as error:
             raise self.lost(error) from error
-        return [decoded(each[:length]) for each, length in zip(every or (), lengths, strict=False)]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The object of one rank, on all ranks."""
@@ -101,8 +94,7 @@ class Ranks:
             return mine
         own = torch.tensor(int(mine))
         try:
-            with waiting("a question to all ranks", self.group):
-                dist.all_reduce(own, dist.ReduceOp.MAX, group=self.group)
+            all_reduce(own, self.group, "a question to all ranks", dist.ReduceOp.MAX)
         except RuntimeError as error:
             raise self.lost(error) from error
         return bool(own)

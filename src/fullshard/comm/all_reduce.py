@@ -7,15 +7,16 @@ all-reduce of the backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.process_group import backend_name
+from fullshard.comm.backends import backend_of
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
-from fullshard.comm.transport import PLAIN_SUM, Reduction, Route, Transfer, Transport, alias
-from fullshard.comm.waits import waiting
-from fullshard.device import Pending, is_host
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Shards, Transfer, Transport, alias
+from fullshard.comm.waits import Wait, waiting
+from fullshard.device import Pending, Started, is_host
 
 
 def sum_route(
@@ -29,7 +30,8 @@ def sum_route(
     route = transport.sum_route(transfers, process_group, tag)
     if route is not None:
         return route
-    return AllReduceRoute(transport.reduce_route(transfers, None, tag), transfers, process_group, tag, device)
+    request = Request("reduce", transfers, process_group, tag)
+    return AllReduceRoute(transport.reduce_route(transfers, None, tag), request, device)
 
 
 class AllReduceRoute:
@@ -38,16 +40,10 @@ class AllReduceRoute:
 
     staging = 0
 
-    def __init__(
-        self,
-        local: Route,
-        transfers: Sequence[Transfer],
-        process_group: dist.ProcessGroup,
-        tag: int,
-        device: torch.device,
-    ) -> None:
-        self._local, self._group, self._tag = local, process_group, tag
-        self._is_host, self._backend = is_host(device), backend_name(process_group, device)
+    def __init__(self, local: Route, request: Request, device: torch.device) -> None:
+        _, transfers, group, tag, _ = request
+        self._local, self._group, self._wait = local, group, Wait("an all-reduce", group, tag)
+        self._is_host, self._divides = is_host(device), backend_of(group, device).divides
         spans = list[tuple[torch.Tensor, int, int]]()  # runs of elements in full buffers
         for plan, full, _ in transfers:
             for param, start in zip(plan.params, plan.full_offsets, strict=True):
@@ -57,41 +53,29 @@ class AllReduceRoute:
                 elif param.numel:
                     spans.append((full, start, start + param.numel))
         self._runs = [alias(full)[first:end] for full, first, end in spans]
-        size = process_group.size()
+        size = group.size()
         self.sent = 2 * (size - 1) * sum(run.nbytes for run in self._runs) // size
 
-    def start(
-        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
-    ) -> Pending:
-        pending = _PendingAllReduces(self, shards)
-        for values in (*zero_copy, *self._runs):
-            scaling = choose_scaling(values.dtype, self._group.size(), *reduction, self._backend)
-            if values.dtype == torch.float16:  # no term may overflow the sum of all
-                scaling = Scaling(before=reduction.divisor)
-            values = torch.view_as_real(values) if values.is_complex() else values
-            divide_(values, scaling.before)
-            with waiting("an all-reduce", self._group, self._tag):
-                pending.works.append(dist.all_reduce(values, scaling.op, self._group, async_op=self._is_host))
-            pending.divided.append((values, scaling.after))
-        return pending
+    def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
+        started = list[tuple[dist.Work | None, torch.Tensor, float]]()  # what still divides each
+        with waiting(*self._wait):
+            for values in (*zero_copy, *self._runs):
+                scaling = choose_scaling(values.dtype, self._group.size(), *reduction, self._divides)
+                if values.dtype == torch.float16:  # no term may overflow the sum of all
+                    scaling = Scaling(before=reduction.divisor)
+                values = torch.view_as_real(values) if values.is_complex() else values
+                divide_(values, scaling.before)
+                work = dist.all_reduce(values, scaling.op, self._group, async_op=self._is_host)
+                started.append((work, values, scaling.after))
+        return Started(partial(self._finish, started, shards))
 
-    def finish(self, pending: _PendingAllReduces) -> None:
-        with waiting("an all-reduce", self._group, self._tag):
-            for work in pending.works:
+    def _finish(
+        self, started: Sequence[tuple[dist.Work | None, torch.Tensor, float]], shards: Sequence[torch.Tensor]
+    ) -> None:
+        with waiting(*self._wait):
+            for work, _, _ in started:
                 if work is not None:
                     work.wait()
-        for values, divisor in pending.divided:
+        for _, values, divisor in started:
             divide_(values, divisor)
-        self._local.start(pending.shards)
-
-
-class _PendingAllReduces:
-    """All-reduces on their way, what still divides each, and the shards that get the values of the buffers."""
-
-    def __init__(self, route: AllReduceRoute, shards: Sequence[torch.Tensor]) -> None:
-        self._route, self.shards = route, shards
-        self.works: list[dist.Work | None] = []
-        self.divided: list[tuple[torch.Tensor, float]] = []
-
-    def finish(self) -> None:
-        self._route.finish(self)
+        self._local.start(shards)

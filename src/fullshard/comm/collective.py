@@ -21,17 +21,15 @@ from fullshard.buffer.messages import Messages
 from fullshard.buffer.sections import starts, views
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
 from fullshard.comm.backend_memory import BackendMemory
-from fullshard.comm.encoded import EncodedRoute, ExchangeMemory, Span
-from fullshard.comm.process_group import backend_name
+from fullshard.comm.backends import backend_of
+from fullshard.comm.encoded import Carrier, EncodedRoute
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
-from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transport, alias
+from fullshard.comm.transport import PLAIN_SUM, Ranks, Reduction, Request, Route, Shards, Transport, alias
 from fullshard.comm.waits import WAITS, Wait, lost, waiting
-from fullshard.device import Pending, is_host
+from fullshard.device import CPU, Done, Pending, is_host
 from fullshard.policies import AllGather, Comm, ReduceScatter
 from fullshard.torch_private import Collective, Collectives, all_gather_over, foreach_copy, reduce_scatter_over
 
-#: Backends that launch several collectives as one. That of gloo copies what it is given.
-_LAUNCHES_TOGETHER = ("nccl",)
 #: Strided copies, each a kernel, from which one operation that cuts rows is better.
 _MANY_COPIES = 3
 
@@ -54,8 +52,8 @@ class CollectiveTransport(Transport):
         self.registers_memory = all_gather is not None
         self.is_custom = callable(all_gather) or callable(reduce_scatter)
 
-    def launches_together(self, process_group: dist.ProcessGroup | None, device: torch.device) -> bool:
-        return process_group is not None and backend_name(process_group, device) in _LAUNCHES_TOGETHER
+    def launches_together(self, over: Ranks, device: torch.device) -> bool:
+        return over is not None and backend_of(over, device).launches_together
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if self._all_gather is not None:
@@ -64,40 +62,59 @@ class CollectiveTransport(Transport):
 
     def _route(self, request: Request) -> Route:
         if request.wire is not None:
-            return EncodedRoute(request, partial(_CollectiveCarrier, request._replace(transfers=())))
+            return EncodedRoute(request, _CollectiveCarrier)
         return _CollectiveRoute(request, self._all_gather if request.direction == "gather" else self._reduce_scatter)
 
 
-class _CollectiveCarrier:
-    """Encoded messages that travel in one collective: an all-gather, or an all-to-all and a local sum."""
+class HookTransport(Transport):
+    """Reduces each section by a communication hook of the user, which itself compresses, sums and divides."""
 
-    runs_beside = False  # ranks start their collectives in one order
+    name = "hook"
 
-    def __init__(self, request: Request, memory: ExchangeMemory) -> None:
-        self._group, self._memory, self._work = request.process_group, memory, list[dist.Work | None]()
-        self.waits_for = Wait(f"an encoded {request.direction}", request.process_group, request.tag, memory.gathers)
+    def __init__(self, hook: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        self._hook = hook
 
-    def send(self, rank: int, span: Span) -> None:
-        return
+    def _route(self, request: Request) -> Route:
+        return _HookRoute(self._hook, request)
+
+
+class _HookRoute:
+    staging = 0
+
+    def __init__(self, hook: Callable[[torch.Tensor, torch.Tensor], object], request: Request) -> None:
+        self._hook, self._fulls = hook, [transfer.full for transfer in request.transfers]
+        self._wait = "a reduction by a hook", request.process_group, request.tag
+        size = request.process_group.size()
+        self.sent = sum(full.nbytes // size * (size - 1) for full in self._fulls)  # assumed: a reduce-scatter
+
+    def start(self, shards: Shards = (), *_: object) -> Pending:
+        with waiting(*self._wait):
+            for full, shard in zip(self._fulls, shards, strict=True):
+                # Compressing hooks replace the data of their arguments. Give them aliases: our views are used again.
+                reduced = torch.empty(shard.shape, dtype=full.dtype, device=full.device)
+                self._hook(full.detach(), reduced)
+                shard.copy_(reduced)
+        return Done()
+
+
+class _CollectiveCarrier(Carrier):
+    """Encoded messages that travel in one collective: an all-gather, or an all-to-all and a local sum. Ranks start
+    their collectives in one order."""
 
     def close(self) -> None:
-        memory, group, by_host = self._memory, self._group, is_host(self._memory.all_received.device)
-        with waiting(self.waits_for.what, group, self.waits_for.tag):
-            if memory.gathers:
-                work = all_gather_over(group, by_host)[0](memory.all_received, memory.sent[group.rank()])
+        memory, group, by_host = self.memory, self.process_group, is_host(self.memory.all_received.device)
+        received, sent = (list(map(torch.Tensor.numel, each)) for each in (memory.received, memory.sent))
+        with waiting(*self.waits_for):
+            if self.waits_for.gathers:
+                self._work = all_gather_over(group, by_host)[0](memory.all_received, memory.sent[group.rank()])
             else:
-                received, sent = (
-                    [message.numel() for message in messages] for messages in (memory.received, memory.sent)
-                )
-                work = dist.all_to_all_single(
-                    memory.all_received, memory.all_sent, received, sent, group, async_op=by_host
-                )
-        self._work.append(work)
+                given = memory.all_received, memory.all_sent, received, sent, group
+                self._work = dist.all_to_all_single(*given, async_op=by_host)
 
     def wait(self) -> None:
-        with waiting(self.waits_for.what, self._group, self.waits_for.tag):
-            for work in filter(None, self._work):
-                work.wait()
+        with waiting(*self.waits_for):
+            if self._work is not None:
+                self._work.wait()
 
 
 @dataclass(frozen=True)
@@ -149,8 +166,8 @@ class _CollectiveRoute:
         self._numels, self._dtypes = [numel for numel, _ in staging], [dtype for _, dtype in staging]
         self.staging = starts(self._numels, self._dtypes)[-1] if comm is None else 0  # that we bring
         self._group, self._device = process_group, transfers[0].full.device
-        is_gloo = is_host(self._device) and dist.get_backend(process_group) == "gloo"
-        self._adds_in_place = is_gloo and comm is None and not self._gathers
+        sums_all = is_host(self._device) and backend_of(process_group, CPU).sums_all  # also for routes on meta
+        self._adds_in_place = sums_all and comm is None and not self._gathers
         own_bytes = sum(messages.own_bytes for messages in self._messages)
         self.sent = (1 + self._adds_in_place) * (process_group.size() - 1) * own_bytes
         self._bound: dict[int, list[_Call]] = {}
@@ -158,9 +175,7 @@ class _CollectiveRoute:
         #: For each of the messages: the collective, one for all tensors at once if there is any, and the scaling.
         self._collectives: list[tuple[Collective, Collectives | None, Scaling]] = []
 
-    def start(
-        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
-    ) -> Pending:
+    def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
         lease = SHARED.lease(self.staging, self._device) if self.staging else NO_LEASE
         pending = _PendingCollectives(self._wait, [], [], lease)
         try:
@@ -197,12 +212,12 @@ class _CollectiveRoute:
     def _choose(self, reduction: Reduction) -> None:
         """Choose the collectives, and how they divide: as a rule the same in every step."""
         group, by_host, comm = self._group, is_host(self._device), self._comm
-        backend = backend_name(group, self._device)
+        backend = backend_of(group, self._device)
         self._reduction, self._collectives = reduction, []
         for messages in self._messages:
             scaling, op, together = Scaling(), {}, None
             if not self._gathers:
-                scaling = choose_scaling(messages.dtype, group.size(), *reduction, backend)
+                scaling = choose_scaling(messages.dtype, group.size(), *reduction, backend.divides)
                 op = {"op": scaling.op}
             if callable(comm):
                 collective: Collective = partial(comm, group=group, async_op=by_host, **op)
@@ -215,7 +230,7 @@ class _CollectiveRoute:
             if isinstance(comm, BackendMemory):
                 collective = partial(comm.call, collective)
             collective = collective if by_host else partial(_one_at_a_time, self._wait, collective)
-            is_launch = backend in _LAUNCHES_TOGETHER and not messages.is_single
+            is_launch = backend.launches_together and not messages.is_single
             self._collectives.append((collective, together if is_launch else None, scaling))
 
     @torch.inference_mode(False)
@@ -347,7 +362,7 @@ def _one_at_a_time(wait: Wait, collective: Collective, output: torch.Tensor, sou
 
 
 class _SumInPlace(dist.Work):
-    """A reduce-scatter of gloo, which is an all-reduce of a copy of the ``source``, without the copy."""
+    """A reduce-scatter of a backend whose own is an all-reduce of a copy of the ``source``, without the copy."""
 
     def __init__(self, group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> None:
         super().__init__()

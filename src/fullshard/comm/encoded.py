@@ -20,16 +20,17 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from fullshard.buffer.messages import vectors, zero_copy_in
+from fullshard.buffer.messages import vectors
 from fullshard.buffer.plan import BufferPlan, Piece
 from fullshard.buffer.sections import align
 from fullshard.buffer.slots import SHARED
-from fullshard.comm.sums import SUM_DTYPES, Sum, blocks, check_summable, divide_, scratch_bytes
-from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Wire, alias
+from fullshard.comm.sums import SUM_DTYPES, PieceRoute, Sum, blocks, divide_
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Shards, Wire
 from fullshard.comm.waits import WAITS, Wait
 from fullshard.device import Pending, is_host
 from fullshard.encoded_tensors import EncodedTensors, add_up, decode_tensors, encode_each, encode_together
@@ -71,44 +72,43 @@ def lay_out_message(
     plans: tuple[BufferPlan, ...], dtypes: tuple[torch.dtype, ...], wire: Wire, owner: int, sums: bool
 ) -> EncodedMessage:
     """The message with the parts of ``owner``: from it to any other rank or, if they are summed up, to it."""
-    chunks, exact, pieces = list[EncodedChunk](), list[tuple[Piece, int]](), list[tuple[Piece, int]]()
-    numel, start, encoding = 0, 0, wire.encoding
+    groups, numels, exact = list[list[tuple[Piece, int]]](), list[int](), list[tuple[Piece, int]]()
     every = [piece for i, plan in enumerate(plans) for piece in plan.pieces(owner, i) if sums or not piece.is_kept]
     encoded = [each for each in every if wire.encodes(each, dtypes[each.section])]
     for part in [part for piece in encoded for part in blocks(piece, CHUNK)]:
-        size = -(-part.numel // encoding.block) * encoding.block
-        if pieces and numel + size > CHUNK:
-            chunks.append(EncodedChunk(tuple(pieces), numel, (start, start + encoding.nbytes(numel))))
-            pieces, numel, start = [], 0, start + encoding.nbytes(numel)
-        pieces.append((part, numel))
-        numel += size
-    if pieces:
-        chunks.append(EncodedChunk(tuple(pieces), numel, (start, start + encoding.nbytes(numel))))
-        start += encoding.nbytes(numel)
+        size = -(-part.numel // wire.encoding.block) * wire.encoding.block
+        if not groups or numels[-1] + size > CHUNK:
+            groups.append([])
+            numels.append(0)
+        groups[-1].append((part, numels[-1]))
+        numels[-1] += size
+    starts = [*accumulate(map(wire.encoding.nbytes, numels), initial=0)]
+    chunks, start = tuple(map(EncodedChunk, map(tuple, groups), numels, pairwise(starts))), starts[-1]
     for piece in every:
         if piece not in encoded:
             exact.append((piece, start))
             start += align(piece.numel * dtypes[piece.section].itemsize)
-    return EncodedMessage(tuple(chunks), tuple(exact), start)
+    return EncodedMessage(chunks, tuple(exact), start)
 
 
 @dataclass(frozen=True)
 class ExchangeMemory:
     """The messages of one exchange in memory, by rank."""
 
-    gathers: bool
     sent: Sequence[torch.Tensor]  # in a gather the same for all
     received: Sequence[torch.Tensor]
     parts: Sequence[Sequence[Span]]  # the parts in which each is received
-    all_sent: torch.Tensor  # where ``sent`` and ``received`` lie end to end; the own messages are empty in a reduction
-    all_received: torch.Tensor
+    all_received: torch.Tensor  # where they lie end to end; this rank's own is empty in a reduction
+    all_sent: torch.Tensor
 
 
-class Carrier(Protocol):
-    """How the messages of an exchange travel. It is opened before they are written, and starts to receive."""
+class Carrier:
+    """How the messages of an exchange travel. It is opened before they are written, and may start to receive."""
 
-    waits_for: Wait
-    runs_beside: bool  # whether messages may be written and read in another thread, in any order of exchanges
+    runs_beside = False  # whether messages may be written and read in another thread, in any order of exchanges
+
+    def __init__(self, process_group: dist.ProcessGroup, wait: Wait, memory: ExchangeMemory) -> None:
+        self.process_group, self.waits_for, self.memory = process_group, wait, memory
 
     def send(self, rank: int, span: Span) -> None:
         """A part of the message to ``rank`` (in a gather, to all) is written."""
@@ -119,27 +119,20 @@ class Carrier(Protocol):
     def wait(self) -> None:
         """Return when all messages have come, and those sent may be written again; on a device, let the current stream
         wait for that."""
+        raise NotImplementedError
 
 
-class EncodedRoute:
+class EncodedRoute(PieceRoute):
     """A route with a wire, see :class:`~fullshard.comm.transport.Route`."""
 
-    def __init__(self, request: Request, open_carrier: Callable[[ExchangeMemory], Carrier]) -> None:
-        direction, transfers, group, _, wire = request
+    def __init__(self, request: Request, carrier: type[Carrier]) -> None:
+        super().__init__(request)
+        direction, transfers, group, tag, wire = request
         assert wire is not None
-        self.wire: Wire = wire
-        self.open_carrier, self.gathers = open_carrier, direction == "gather"
-        self.rank, self.size = group.rank(), group.size()
-        if not self.gathers:
-            check_summable(transfers)
+        self.wire = wire
+        self.wait = Wait(f"an encoded {direction}", group, tag, self.gathers)
+        self.open_carrier = partial(carrier, group, self.wait)
         self.device, plans = transfers[0].full.device, [transfer.plan for transfer in transfers]
-        self.fulls = [alias(transfer.full) for transfer in transfers]
-        self.shards = [alias(transfer.shard) for transfer in transfers] if self.gathers else []
-        #: Gradients that are not in a buffer: each is a section of its own, behind the others.
-        self.zero_copy = zero_copy_in(plans) if any(plan.is_messages for plan in plans) else []
-        sections = [*range(len(plans)), *(each.section for each in self.zero_copy)]
-        self.dtypes = tuple(self.fulls[section].dtype for section in sections)
-        self.shard_dtypes = [transfers[section].shard.dtype for section in sections]
         given = vectors(plans, joined=False), self.dtypes, wire._replace(feedback=None)
         self.messages = [lay_out_message(*given, owner, not self.gathers) for owner in range(self.size)]
         if self.gathers:  # a collective wants messages of one size
@@ -150,19 +143,15 @@ class EncodedRoute:
         exact = [piece for piece, _ in self.messages[self.rank].exact]
         self.own = [piece for piece in pieces if piece.is_kept or piece in exact]
         nbytes = [message.nbytes for message in self.messages]
-        received = [nbytes[self.rank]] * self.size
-        sent = [0] * self.size if self.gathers else nbytes
+        self.sent = (self.size - 1) * nbytes[self.rank] if self.gathers else sum(nbytes) - nbytes[self.rank]
+        #: Bytes of the messages received and of those sent, by rank. A gather sends what it has received of itself.
+        self.nbytes = [nbytes[self.rank]] * self.size, [0] * self.size if self.gathers else nbytes
         if not self.gathers:
-            received[self.rank] = sent[self.rank] = 0
-        self.sent = (self.size - 1) * nbytes[self.rank] if self.gathers else sum(sent)
-        scratch = 0 if self.gathers else max(map(scratch_bytes, self.dtypes, self.shard_dtypes))
-        #: Where parts of the staging begin: sums, a chunk, the messages received and those sent.
-        self.starts = [scratch, *accumulate([*received, *sent], initial=scratch + 4 * CHUNK)]
-        self.staging = self.starts[-1]
+            self.nbytes[0][self.rank] = self.nbytes[1][self.rank] = 0
+        #: The staging has memory for sums, a chunk, and these messages.
+        self.staging = self.scratch + 4 * CHUNK + sum(map(sum, self.nbytes))
 
-    def start(
-        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
-    ) -> Pending:
+    def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
         shards = [*shards, *(shards[each.section][each.chunk] for each in self.zero_copy)]
         exchange = _EncodedExchange(self, shards, [*self.fulls, *zero_copy], reduction.divisor)
         if exchange.carrier.runs_beside:
@@ -183,23 +172,18 @@ class _EncodedExchange:
     ) -> None:
         self._route, self._shards, self._fulls, self._divisor = route, shards, fulls, divisor
         self._lease = lease = SHARED.lease(route.staging, route.device)
-        scratch, *starts = route.starts
-        self._chunk = lease.view(torch.float32, scratch, (CHUNK,))
-        messages = [lease.view(torch.uint8, start, (stop - start,)) for start, stop in pairwise(starts)]
-        self._received, sent = messages[: route.size], messages[route.size :]
+        self._chunk = lease.view(torch.float32, route.scratch, (CHUNK,))
+        messages = lease.view(torch.uint8, route.scratch + 4 * CHUNK, (sum(map(sum, route.nbytes)),))
+        ends = messages.split([*map(sum, route.nbytes)])
+        self._received, self._sent = (each.split(nbytes) for each, nbytes in zip(ends, route.nbytes, strict=True))
         if route.gathers:
-            sent = [self._received[route.rank]] * route.size
+            self._sent = [self._received[route.rank]] * route.size
         owners = range(route.size) if route.gathers else [route.rank] * route.size
         parts = [[] if rank == route.rank else route.messages[owner].parts for rank, owner in enumerate(owners)]
-        bounds = starts[0], starts[route.size], starts[-1]
-        all_received, all_sent = (lease.view(torch.uint8, start, (stop - start,)) for start, stop in pairwise(bounds))
-        self._sent = sent
-        self.carrier = route.open_carrier(
-            ExchangeMemory(route.gathers, sent, self._received, parts, all_sent, all_received)
-        )
+        self.carrier = route.open_carrier(ExchangeMemory(self._sent, self._received, parts, *ends))
 
     def finish(self) -> None:
-        WAITS.current = self.carrier.waits_for
+        WAITS.current = self._route.wait
         WAITS.count += 1
         try:
             if self.running is not None:

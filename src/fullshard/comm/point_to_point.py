@@ -17,21 +17,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import repeat, starmap, zip_longest
+from itertools import repeat, zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fullshard.buffer.messages import vectors, zero_copy_in
+from fullshard.buffer.messages import vectors
 from fullshard.buffer.plan import Copies, Piece
 from fullshard.buffer.sections import align
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
-from fullshard.comm.encoded import EncodedRoute, ExchangeMemory, Span
+from fullshard.comm.encoded import Carrier, EncodedRoute, ExchangeMemory, Span
 from fullshard.comm.rounds import Round, plan_rounds
-from fullshard.comm.sums import Sum, blocks, check_summable, scratch_bytes
-from fullshard.comm.transport import PLAIN_SUM, LocalRoute, Reduction, Request, Route, Transport, alias
+from fullshard.comm.sums import PieceRoute, Sum, blocks
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Shards, Transport
 from fullshard.comm.waits import WAITS, Wait, lost
 from fullshard.device import CPU, Pending
 from fullshard.torch_private import foreach_copy
@@ -50,7 +49,8 @@ DEPTH = 2  # rounds that are under way at once
 #: Where the tags of our messages begin, so that a user's own on the same group are not taken for them.
 _FIRST_TAG = 0x4653_0000
 
-Message = tuple[list[torch.Tensor], int, int]  # what ``recv`` takes: a tensor, the other rank, and the tag
+#: What a message is read from or written to, and the other rank. A piece is one of a tensor that each start brings.
+Message = tuple[torch.Tensor | Piece, int]
 
 
 class PointToPointTransport(Transport):
@@ -70,17 +70,13 @@ class PointToPointTransport(Transport):
     def _route(self, request: Request) -> Route:
         """Low precision is added in fp32, in the order of ranks, so that the result depends on no timing."""
         if request.wire is not None:
-            return EncodedRoute(request, partial(_PairCarrier, request._replace(transfers=())))
+            return EncodedRoute(request, _PairCarrier)
         fulls = [transfer.full for transfer in request.transfers]
         exact = request.direction == "gather" or all(full.dtype.itemsize >= 4 for full in fulls)
         nbytes = sum(param.numel * full.itemsize for plan, full, _ in request.transfers for param in plan.params)
         is_small = request.process_group.size() == 2 and nbytes <= SMALL
         if self._native is not None and exact and is_small:
             return self._native._route(request)
-        if request.direction == "reduce":
-            check_summable(request.transfers)
-        if request.process_group.size() == 1:
-            return LocalRoute(request.direction, request.transfers)
         return _MessageRoute(request, *self._limits)
 
 
@@ -88,13 +84,11 @@ class PointToPointTransport(Transport):
 class _BoundRound:
     """A round as this rank does it, with the tensors of its messages."""
 
-    in_shards: list[Piece] = field(default_factory=list)  # received where they are added up; posted first
-    receives: list[Message] = field(default_factory=list)  # posted then
+    receives: list[Message] = field(default_factory=list)  # pieces: of shards, in which they are added up
     before: Copies = field(default_factory=lambda: ([], []))  # make the packed messages
-    sends: list[tuple[torch.Tensor | Piece, int]] = field(default_factory=list)  # posted when they are made, to a rank
+    sends: list[Message] = field(default_factory=list)  # posted when they are made
     after: Copies = field(default_factory=lambda: ([], []))  # of what was received (gather)
     sums: list[Sum] = field(default_factory=list)  # of what was received (reduction)
-    peers: list[int] = field(default_factory=list)  # the other rank of each message, in the order in which it is posted
 
 
 #: Messages on their way. An error may end a step before they are waited for; but gloo reads nothing more from a rank
@@ -112,23 +106,24 @@ class _Exchange:
     shards: Sequence[torch.Tensor]  # where a reduction writes its sums, divided by the divisor
     fulls: Sequence[torch.Tensor]  # what it adds up, with the zero-copy gradients
     divisor: float
-    works: list[list[dist.Work]] = field(default_factory=list)
+    works: list[list[tuple[dist.Work, int]]] = field(default_factory=list)  # by round, and the other rank of each
 
     def post(self, planned: _BoundRound) -> None:
-        route, group = self.route, self.route.process_group
-        works: list[dist.Work] = []
+        route, group, tag = self.route, self.route.process_group, self.route.tag
+        works: list[tuple[dist.Work, int]] = []
         self.works.append(works)
+        peer: int | None = None
         try:
-            for piece in planned.in_shards:
-                works.append(group.recv([piece.of_shard(self.shards[piece.section])], route.first, route.tag))
-            works += starmap(group.recv, planned.receives)
+            for to, peer in planned.receives:
+                values = to.of_shard(self.shards[to.section]) if isinstance(to, Piece) else to
+                works.append((group.recv([values], peer, tag), peer))
             if planned.before[0]:
                 foreach_copy(*planned.before)
             for source, peer in planned.sends:
                 values = source.of_full(self.fulls[source.section]) if isinstance(source, Piece) else source
-                works.append(group.send([values], peer, route.tag))
+                works.append((group.send([values], peer, tag), peer))
         except RuntimeError as error:
-            raise lost(route.wait, error, planned.peers[len(works)]) from error
+            raise lost(route.wait, error, peer) from error
 
     def finish(self) -> None:
         """Complete the rounds. Staging is not given back if a rank is lost: what is on its way may be written to it."""
@@ -137,7 +132,7 @@ class _Exchange:
             WAITS.current = self.route.wait
             WAITS.count += 1
             try:
-                for work, peer in zip(self.works[index], arrived.peers, strict=True):  # noqa: B007 - for the error
+                for work, peer in self.works[index]:  # noqa: B007 - for the error
                     work.wait()
             except RuntimeError as error:
                 raise lost(self.route.wait, error, peer) from error
@@ -161,39 +156,35 @@ class _Exchange:
             raise failure
 
 
-def _message_tag(request: Request) -> int:
+def _message_tag(wait: Wait) -> int:
     """The tag of the messages of a route: a group may gather and reduce at once."""
-    return _FIRST_TAG + 2 * request.tag + (request.direction == "reduce")
+    return _FIRST_TAG + 2 * wait.tag + (not wait.gathers)
 
 
-class _PairCarrier:
+class _PairCarrier(Carrier):
     """Encoded messages, each between two ranks."""
 
     runs_beside = True
 
-    def __init__(self, request: Request, memory: ExchangeMemory) -> None:
-        group = self._group = request.process_group
-        self._memory, self._tag, self._works = memory, _message_tag(request), list[tuple[dist.Work, int]]()
-        self.waits_for = Wait(f"an encoded {request.direction}", group, request.tag, memory.gathers)
-        self._posted = _posted.setdefault(group, [])
+    def __init__(self, process_group: dist.ProcessGroup, wait: Wait, memory: ExchangeMemory) -> None:
+        super().__init__(process_group, wait, memory)
+        self._tag, self._works = _message_tag(wait), list[tuple[dist.Work, int]]()
+        self._posted = _posted.setdefault(process_group, [])
         self._posted.append(self._works)
         for rank, (message, parts) in enumerate(zip(memory.received, memory.parts, strict=True)):
             for span in parts:
-                self._start(group.recv, message[slice(*span)], rank)
+                self._start(process_group.recv, message[slice(*span)], rank)
 
     def send(self, rank: int, span: Span) -> None:
-        group, mine = self._group, self._group.rank()
-        for peer in [each for each in range(group.size()) if each != mine] if self._memory.gathers else [rank]:
-            self._start(group.send, self._memory.sent[peer][slice(*span)], peer)
+        group, mine = self.process_group, self.process_group.rank()
+        for peer in [each for each in range(group.size()) if each != mine] if self.waits_for.gathers else [rank]:
+            self._start(group.send, self.memory.sent[peer][slice(*span)], peer)
 
     def _start(self, call: Callable[..., dist.Work], message: torch.Tensor, peer: int) -> None:
         try:
             self._works.append((call([message], peer, self._tag), peer))
         except RuntimeError as error:
             raise lost(self.waits_for, error, peer) from error
-
-    def close(self) -> None:
-        return
 
     def wait(self) -> None:
         try:
@@ -204,56 +195,45 @@ class _PairCarrier:
         self._posted.remove(self._works)
 
 
-class _MessageRoute:
+class _MessageRoute(PieceRoute):
     """How this rank's shards travel to all ranks, or its values of all to their owners."""
 
     def __init__(self, request: Request, staging: int, large: int) -> None:
+        super().__init__(request)
         direction, transfers, process_group, tag, _ = request
-        self.process_group, self._gathers = process_group, direction == "gather"
+        self.process_group = process_group
         self.posted = _posted.setdefault(process_group, [])
-        what = "a point-to-point " + ("all-gather" if self._gathers else "reduce-scatter")
-        self.wait = Wait(what, process_group, tag, self._gathers)
-        self.tag = _message_tag(request)
-        self._rank, world_size = process_group.rank(), process_group.size()
-        self._peers = [(self._rank + distance) % world_size for distance in range(1, world_size)]
-        plans = tuple(transfer.plan for transfer in transfers)
-        self._fulls = [alias(transfer.full) for transfer in transfers]
-        #: Gradients that are not in a buffer: each is a section of its own, behind the others.
-        self._zero_copy = zero_copy_in(plans) if any(plan.is_messages for plan in plans) else []
-        plans, beside = vectors(plans), [each.section for each in self._zero_copy]
-        self._dtypes = [full.dtype for full in (*self._fulls, *map(self._fulls.__getitem__, beside))]
-        self._shard_dtypes = [transfer.shard.dtype for transfer in (*transfers, *map(transfers.__getitem__, beside))]
-        self._scratch = 0 if self._gathers else max(map(scratch_bytes, self._dtypes, self._shard_dtypes))
+        what = "a point-to-point " + ("all-gather" if self.gathers else "reduce-scatter")
+        self.wait = Wait(what, process_group, tag, self.gathers)
+        self.tag = _message_tag(self.wait)
+        self._peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        plans = vectors([transfer.plan for transfer in transfers])
         #: The rank whose large pieces come where they are added up, before any other's but this rank's own; -1: none.
-        self.first = int(self._rank == 0) if self._peers and not self._gathers and not self._scratch else -1
-        self._shards: list[torch.Tensor] = []  # those that are gathered: each reduction brings others
+        self.first = -1 if self.gathers or self.scratch else int(self.rank == 0)
         self._own: Copies = ([], [])  # what this rank has, into its own full buffers
-        if self._gathers:
-            self._shards = [alias(transfer.shard) for transfer in transfers]
+        if self.gathers:
             with torch.inference_mode(False):
-                pieces = [piece for i, plan in enumerate(plans) for piece in plan.pieces(self._rank, i)]
+                pieces = [piece for i, plan in enumerate(plans) for piece in plan.pieces(self.rank, i)]
                 self._own = list(map(self._full, pieces)), list(map(self._source, pieces))
-        itemsizes = tuple(dtype.itemsize for dtype in self._dtypes)
-        capacity = max(LEAST_STAGING, staging // (DEPTH * max(1, len(self._peers))))
-        large = min(large, capacity, *(each.numel * self._dtypes[each.section].itemsize for each in self._zero_copy))
-        every = [plan_rounds(plans, itemsizes, each, large, capacity, direction) for each in range(world_size)]
+        itemsizes = tuple(dtype.itemsize for dtype in self.dtypes)
+        capacity = max(LEAST_STAGING, staging // (DEPTH * len(self._peers)))
+        large = min(large, capacity, *(each.numel * self.dtypes[each.section].itemsize for each in self.zero_copy))
+        every = [plan_rounds(plans, itemsizes, each, large, capacity, direction) for each in range(self.size)]
         #: One after the other, and by the rank whose own values are sent by it (gather) or to it.
         self._rounds = list(zip_longest(*every, fillvalue=Round()))
         self._turn = max(map(self._round_bytes, self._rounds), default=0)
-        self.staging = self._scratch + min(DEPTH, len(self._rounds)) * self._turn
+        self.staging = self.scratch + min(DEPTH, len(self._rounds)) * self._turn
         leaving = (each for rounds in self._rounds for each in self._leaving(rounds))
         self.sent = sum(len(peers) * each.sent_bytes(itemsizes) for peers, each in leaving)
         self._bound: dict[int, list[_BoundRound]] = {}
 
-    def start(
-        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
-    ) -> Pending:
+    def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
         """An exchange in staging of its own; its rounds there are the same ones in every step."""
         lease = SHARED.lease(self.staging, CPU) if self.staging else NO_LEASE
         rounds = self._bound.get(lease.index) or self._bind(lease)
-        fulls: Sequence[torch.Tensor] = self._fulls
-        if self._zero_copy:
-            shards = [*shards, *(shards[each.section][each.chunk] for each in self._zero_copy)]
+        fulls: Sequence[torch.Tensor] = self.fulls
+        if self.zero_copy:
+            shards = [*shards, *(shards[each.section][each.chunk] for each in self.zero_copy)]
             fulls = [*fulls, *zero_copy]
         exchange = _Exchange(self, rounds, lease, shards, fulls, reduction.divisor)
         self.posted.append(exchange.works)
@@ -266,18 +246,18 @@ class _MessageRoute:
     @torch.inference_mode(False)
     def _bind(self, lease: Lease) -> list[_BoundRound]:
         """The rounds in the memory of a lease, kept for the next time that it comes."""
-        starts = [self._scratch + number % DEPTH * self._turn for number in range(len(self._rounds))]
+        starts = [self.scratch + number % DEPTH * self._turn for number in range(len(self._rounds))]
         bound = self._bound[lease.index] = list(map(self._make, self._rounds, repeat(lease), starts))
         return bound
 
     def _arriving(self, rounds: Sequence[Round]) -> list[tuple[int, Round]]:
         """Which rank sends what in a round."""
-        return [(peer, rounds[peer if self._gathers else self._rank]) for peer in self._peers]
+        return [(peer, rounds[peer if self.gathers else self.rank]) for peer in self._peers]
 
     def _leaving(self, rounds: Sequence[Round]) -> list[tuple[list[int], Round]]:
         """What is sent to which ranks."""
-        own = [(self._peers, rounds[self._rank])]
-        return own if self._gathers else [([peer], rounds[peer]) for peer in self._peers]
+        own = [(self._peers, rounds[self.rank])]
+        return own if self.gathers else [([peer], rounds[peer]) for peer in self._peers]
 
     def _round_bytes(self, rounds: Sequence[Round]) -> int:
         """Bytes of staging of a round on this rank."""
@@ -290,16 +270,16 @@ class _MessageRoute:
         bound = _BoundRound()
         starts: dict[int, int | None] = {}
         for peer, arriving in self._arriving(rounds):
-            messages = [self._full(piece) for piece in arriving.unstaged]
+            messages: list[torch.Tensor | Piece] = [self._full(piece) for piece in arriving.unstaged]
             if peer == self.first:
-                bound.in_shards = [piece for piece, _ in arriving.whole]
+                messages += [piece for piece, _ in arriving.whole]
                 start -= arriving.packed_start
             else:
                 messages += [self._staged(lease, start, *each) for each in arriving.whole]
             if arriving.packed:
                 messages.append(lease.view(torch.uint8, start + arriving.packed_start, (arriving.packed_bytes,)))
-            bound.receives += [([message], peer, self.tag) for message in messages]
-            if self._gathers:
+            bound.receives += [(message, peer) for message in messages]
+            if self.gathers:
                 staged = arriving.whole + arriving.packed
                 bound.after[0].extend(self._full(piece) for piece, _ in staged)
                 bound.after[1].extend(self._staged(lease, start, *each) for each in staged)
@@ -315,10 +295,8 @@ class _MessageRoute:
                 bound.before[1].extend(self._source(piece) for piece, _ in leaving.packed)
             bound.sends += [(source, peer) for peer in peers for source in sources]
             start += align(leaving.packed_bytes)
-        posted = *(peer for _, peer, _ in bound.receives), *(peer for _, peer in bound.sends)
-        bound.peers = [*repeat(self.first, len(bound.in_shards)), *posted]
-        if not self._gathers:
-            mine, of_whole = rounds[self._rank], {**starts, self.first: None}
+        if not self.gathers:
+            mine, of_whole = rounds[self.rank], {**starts, self.first: None}
             for pieces, begins in ((mine.whole, of_whole), (mine.packed, starts)):
                 for piece, offset in pieces:
                     bound.sums += [self._sum(piece, block, offset, lease, begins) for block in blocks(piece)]
@@ -327,26 +305,26 @@ class _MessageRoute:
     def _sum(self, piece: Piece, block: Piece, offset: int, lease: Lease, starts: dict[int, int | None]) -> Sum:
         """The sum of a block of a piece over all ranks. The values of another lie ``offset`` bytes into its staging or,
         if it has no start there, in the shard."""
-        offset += (block.shard_start - piece.shard_start) * self._dtypes[piece.section].itemsize
+        offset += (block.shard_start - piece.shard_start) * self.dtypes[piece.section].itemsize
         terms: list[torch.Tensor | Piece | None] = []
         for rank in range(len(self._peers) + 1):
             start = starts.get(rank)
             staged = None if start is None else self._staged(lease, start, block, offset)
-            terms.append(self._given(block) if rank == self._rank else staged)
-        dtypes = self._dtypes[piece.section], self._shard_dtypes[piece.section]
+            terms.append(self._given(block) if rank == self.rank else staged)
+        dtypes = self.dtypes[piece.section], self.shard_dtypes[piece.section]
         return Sum(block, terms, *dtypes, lease)
 
     def _full(self, piece: Piece) -> torch.Tensor:
-        return piece.of_full(self._fulls[piece.section])
+        return piece.of_full(self.fulls[piece.section])
 
     def _source(self, piece: Piece) -> torch.Tensor:
         """Where this rank has a piece that it sends."""
-        return piece.of_shard(self._shards[piece.section]) if self._gathers else self._full(piece)
+        return piece.of_shard(self.shards[piece.section]) if self.gathers else self._full(piece)
 
     def _given(self, piece: Piece) -> torch.Tensor | Piece:
         """The same; the piece itself if each start brings another tensor."""
-        return piece if piece.section >= len(self._fulls) else self._source(piece)
+        return piece if piece.section >= len(self.fulls) else self._source(piece)
 
     def _staged(self, lease: Lease, start: int, piece: Piece, offset: int) -> torch.Tensor:
         """A piece in staging, which begins at ``start``."""
-        return lease.view(self._dtypes[piece.section], start + offset, piece.shape)
+        return lease.view(self.dtypes[piece.section], start + offset, piece.shape)

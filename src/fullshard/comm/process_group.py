@@ -1,6 +1,8 @@
-"""What is asked of a process group: its backends, whether it has other ranks, and objects of Python for its ranks.
+"""What is asked of a process group: whether it has other ranks, and what its ranks tell each other.
 
-torch has calls for objects too, but they need numpy, on which this library does not depend.
+Whatever no transport moves, tensors and objects of Python, goes through these functions: each says for what it waits,
+and raises PeerFailureError if the backend says that a rank is lost. torch has calls for objects too, but they need
+numpy, on which this library does not depend.
 """
 
 from __future__ import annotations
@@ -15,27 +17,47 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.waits import waiting
+from fullshard.comm.backends import backends_of
+from fullshard.comm.waits import Wait, waiting
 from fullshard.torch_private import all_gather_single, default_store
 
 _SMALL, _LENGTH = 248, 8  # bytes of an object that travel with its length, and bytes of that length
 _PATIENCE = 5  # seconds for which ranks wait for one another in the store
 
 
-def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend for ``device``, such as ``"gloo"``; empty if the group has none for it."""
-    return _backends(process_group).get(device.type, "")
-
-
-def _backends(process_group: dist.ProcessGroup | None) -> dict[str, str]:
-    """The name of each backend, by the type of device that it serves."""
-    pairs = (pair.partition(":") for pair in dist.get_backend_config(process_group).split(","))
-    return {device_type: name for device_type, _, name in pairs}
-
-
 def has_peers(process_group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
     """Whether there are other ranks to compare with. A fake process group gathers nothing."""
     return process_group is not None and process_group.size() > 1 and dist.get_backend(process_group) != "fake"
+
+
+def all_reduce(
+    values: torch.Tensor, process_group: dist.ProcessGroup | None, what: str, op: Any = dist.ReduceOp.SUM
+) -> None:
+    """Combine the values of all ranks in place, by ``op``. ``what`` they wait for is for errors."""
+    with waiting(what, process_group):
+        dist.all_reduce(values, op, process_group)
+
+
+def broadcast(values: torch.Tensor, process_group: dist.ProcessGroup | None, what: str, source: int = 0) -> None:
+    """Write the values of the rank ``source`` of the group to those of all its ranks."""
+    with waiting(what, process_group):
+        dist.broadcast(values, group=process_group, group_src=source)
+
+
+class StartedAllGather:
+    """The tensors of all ranks, which have one shape and dtype, end to end in ``every``. It starts when it is made."""
+
+    def __init__(self, mine: torch.Tensor, wait: Wait, every: torch.Tensor | None = None) -> None:
+        self._wait, self._mine, size = wait, mine.contiguous(), dist.get_world_size(wait.process_group)
+        self._every = mine.new_empty((size, *mine.shape)) if every is None else every
+        every, mine = (each.view(-1).view(torch.uint8) for each in (self._every, self._mine))  # backends lack dtypes
+        with waiting(*wait):
+            self._work = all_gather_single(every, mine, group=wait.process_group, async_op=True)
+
+    def finish(self) -> torch.Tensor:
+        with waiting(*self._wait):
+            self._work.wait()
+        return self._every
 
 
 def gather_objects(mine: Any, process_group: dist.ProcessGroup | None) -> list[Any]:
@@ -69,27 +91,35 @@ def exchange_in_store(mine: Any, key: str, process_group: dist.ProcessGroup) -> 
 
 def broadcast_object(value: Any, process_group: dist.ProcessGroup | None, source: int = 0) -> Any:
     """The object of the rank ``source``; every rank must call it, and the others' ``value`` does not count."""
-    data = encoded(value if dist.get_rank(process_group) == source else None, process_group)
+    data = _on_device(pickle.dumps(value if dist.get_rank(process_group) == source else None), process_group)
     length = data.new_tensor([data.numel()], dtype=torch.int64)
-    with waiting(f"data from rank {source} of the group", process_group):
-        dist.broadcast(length, group=process_group, group_src=source)
-        data = data if dist.get_rank(process_group) == source else data.new_empty(int(length))
-        dist.broadcast(data, group=process_group, group_src=source)
-    return decoded(data)
-
-
-def encoded(value: Any, process_group: dist.ProcessGroup | None) -> torch.Tensor:
-    """An object as bytes, on a device whose tensors the process group moves: the CPU, if it can be."""
-    return _on_device(pickle.dumps(value), process_group)
-
-
-def decoded(data: torch.Tensor) -> Any:
+    what = f"data from rank {source} of the group"
+    broadcast(length, process_group, what, source)
+    data = data if dist.get_rank(process_group) == source else data.new_empty(int(length))
+    broadcast(data, process_group, what, source)
     return pickle.loads(_bytes(data))
 
 
+def gather_to_first(mine: Any, process_group: dist.ProcessGroup | None, what: str) -> list[Any]:
+    """The objects of all ranks, which may be large, on the first rank; none elsewhere. Every rank must call it."""
+    data = _on_device(pickle.dumps(mine), process_group)
+    lengths = gather_objects(data.numel(), process_group)
+    padded = data.new_zeros(max(lengths))
+    padded[: data.numel()] = data
+    every = [torch.empty_like(padded) for _ in lengths] if dist.get_rank(process_group) == 0 else []
+    with waiting(what, process_group):
+        dist.gather(padded, every or None, group=process_group, group_dst=0)
+    return [pickle.loads(_bytes(each[:length])) for each, length in zip(every, lengths, strict=False)]
+
+
+def device_of(process_group: dist.ProcessGroup | None) -> str:
+    """The type of a device whose tensors the process group moves: the CPU, if it can be."""
+    devices = list(backends_of(process_group))
+    return "cpu" if "cpu" in devices else devices[0]
+
+
 def _on_device(data: bytes, process_group: dist.ProcessGroup | None) -> torch.Tensor:
-    devices = list(_backends(process_group))
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to("cpu" if "cpu" in devices else devices[0])
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(process_group))
 
 
 def _bytes(data: torch.Tensor) -> bytes:

@@ -16,9 +16,9 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.backends import backend_of
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.process_group import backend_name
 from fullshard.comm.shm import ShmTransport
 from fullshard.comm.transport import Transport
 from fullshard.device import is_host
@@ -86,18 +86,18 @@ def choose_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
     wanted = os.environ.get("FULLSHARD_TRANSPORT", "")
     if wanted not in ("", *NAMES):
         raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} is not a transport: use one of {', '.join(NAMES)}")
-    backend = backend_name(process_group, device)
-    if backend == "fake" and _simulated:
+    backend = backend_of(process_group, device)
+    if backend.name == "fake" and _simulated:
         known: dict[str, Transport] = {PointToPointTransport.name: _point_to_point(), ShmTransport.name: _shared()}
         return known.get(_simulated, _collective()), "simulated"
-    fits = is_host(device) and backend == "gloo"
+    fits = is_host(device) and backend.has_messages
     asked = f"FULLSHARD_TRANSPORT={wanted}"
     if wanted == CollectiveTransport.name or (not wanted and not fits):
-        return _collective(), asked if wanted else f"the collectives of its backend, {backend or 'unknown'}"
+        return _collective(), asked if wanted else f"the collectives of its backend, {backend.name or 'unknown'}"
     if not fits:
         raise ValueError(
             f"FULLSHARD_TRANSPORT={wanted!r} needs buffers on the CPU and a process group with gloo, but this group "
-            f"uses {backend or 'no backend'!r} for buffers on {device}: unset it or use {CollectiveTransport.name!r}"
+            f"uses {backend.name or 'no backend'!r} for buffers on {device}: unset it or use 'collective'"
         )
     if wanted == PointToPointTransport.name or process_group.size() == 1:
         return _point_to_point(), asked if wanted else "there is one rank"

@@ -30,18 +30,8 @@ from fullshard.buffer.shared_memory import LINE, Address, Counters, File, Segmen
 from fullshard.buffer.slots import Lease
 from fullshard.comm.local_ranks import LocalRanks, PassBarrier, find_local_ranks
 from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.sums import BLOCK, Sum, blocks, check_summable
-from fullshard.comm.transport import (
-    PLAIN_SUM,
-    Reduction,
-    Request,
-    Route,
-    SharedMemory,
-    StillRead,
-    Transfer,
-    Transport,
-    alias,
-)
+from fullshard.comm.sums import BLOCK, PieceRoute, Sum, blocks
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, SharedMemory, StillRead, Transfer, Transport
 from fullshard.comm.waits import Wait, lost, named
 from fullshard.device import Pending
 from fullshard.torch_private import CAN_SWAP_MEMORY, foreach_copy
@@ -80,7 +70,7 @@ class ShmTransport(Transport):
         self._files: deque[tuple[int, File | None]] = deque()
         self._opened: list[dict[int, Segment]] = [{} for _ in range(size)]  # slots of the other ranks, by inode
         self._purged = [0] * size
-        self._routes: weakref.WeakSet[_HostReduceRoute] = weakref.WeakSet()
+        self.routes: weakref.WeakSet[_HostReduceRoute] = weakref.WeakSet()
         self.scratch = Lease(torch.empty(2 * BLOCK * 8, dtype=torch.uint8, device="cpu"))
 
     @classmethod
@@ -138,18 +128,12 @@ class ShmTransport(Transport):
         fulls = [transfer.full for transfer in request.transfers]
         if request.direction == "gather" or self.address_of(fulls) is None:
             return self.private._route(request)
-        check_summable(request.transfers)
-        route = _HostReduceRoute(self, request)
-        self._routes.add(route)
-        return route
+        return _HostReduceRoute(self, request)
 
     def sum_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route | None:
         if self.address_of([transfer.full for transfer in transfers]) is None:
             return None
-        check_summable(transfers)
-        route = _HostSumRoute(self, Request("reduce", transfers, process_group, tag))
-        self._routes.add(route)
-        return route
+        return _HostSumRoute(self, Request("reduce", transfers, process_group, tag))
 
     def reset(self) -> None:
         self.under_way.clear()
@@ -209,7 +193,7 @@ class ShmTransport(Transport):
     def _forget_slots_of(self, rank: int) -> None:
         """Let go of slots that a rank gave back to the system."""
         self._opened[rank].clear()
-        for route in self._routes:
+        for route in self.routes:
             route.forget_slots()
 
     def address_of(self, fulls: Iterable[torch.Tensor]) -> Address | None:
@@ -255,18 +239,18 @@ class _PendingShmReduction(StillRead):
         transport.local_ranks.wait(transport.done, self.number, "a reduction, to be read by the other ranks")
 
 
-class _HostReduceRoute:
+class _HostReduceRoute(PieceRoute):
     """The parts of some buffers that this rank adds up."""
 
     staging = sent = 0
     _beside = 0  # the last sections, whose values of this rank are not in its slot but in its shards
 
     def __init__(self, transport: ShmTransport, request: Request) -> None:
+        super().__init__(request)
+        transport.routes.add(self)
         self.transport, self.tag = transport, request.tag
         self._plans = [transfer.plan for transfer in request.transfers]
-        self._fulls = [alias(transfer.full) for transfer in request.transfers]
-        self._shard_dtypes = [transfer.shard.dtype for transfer in request.transfers]  # each start brings other shards
-        self._starts = [int(full.storage_offset()) * full.itemsize for full in self._fulls]
+        self._starts = [int(full.storage_offset()) * full.itemsize for full in self.fulls]
         #: The same on ranks that reduce the same parameters.
         self.subject = hash((*self._starts, *(plan.full_offsets for plan in self._plans)))
         self.known: dict[tuple[Segment | None, ...], list[Sum]] = {}
@@ -274,7 +258,7 @@ class _HostReduceRoute:
     def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
         """Tell the other ranks that the values are ready."""
         transport, local_ranks = self.transport, self.transport.local_ranks
-        slot = transport.address_of(self._fulls)
+        slot = transport.address_of(self.fulls)
         assert slot is not None, "the buffers left the slots of their transport"
         transport.close_files()
         number = transport.ready.value + 1
@@ -314,11 +298,11 @@ class _HostReduceRoute:
 
     def _in_slots(self, section: int, slots: tuple[Segment | None, ...]) -> list[torch.Tensor]:
         """A section in the slots of all ranks."""
-        full, start = self._fulls[section], self._starts[section]
+        full, start = self.fulls[section], self._starts[section]
         return [full if slot is None else slot.tensor(start, full.numel(), full.dtype) for slot in slots]
 
     def _sum(self, block: Piece, terms: Sequence[torch.Tensor | None]) -> Sum:
-        dtypes = self._fulls[block.section].dtype, self._shard_dtypes[block.section]
+        dtypes = self.dtypes[block.section], self.shard_dtypes[block.section]
         return Sum(block, terms, *dtypes, self.transport.scratch)
 
 
@@ -343,7 +327,7 @@ class _HostSumRoute(_HostReduceRoute):
         self._beside, shards = len(zero_copy), [*shards, *zero_copy]
         if zero_copy:
             pieces = self._pieces_of_others()
-            targets = [piece.of_full(self._fulls[piece.section]) for piece in pieces]
+            targets = [piece.of_full(self.fulls[piece.section]) for piece in pieces]
             foreach_copy(targets, [self._in_whole(piece).of_shard(shards[piece.section]) for piece in pieces])
         return super().start(shards, reduction)
 
@@ -365,7 +349,7 @@ class _HostSumRoute(_HostReduceRoute):
         for total in self.sums(slots):
             total.write(shards, reading.divisor)
             mine, block = total.block.of_shard(shards[total.block.section]), total.block
-            slot = block.of_full(self._fulls[block.section]).copy_(mine)
+            slot = block.of_full(self.fulls[block.section]).copy_(mine)
             if slot.dtype != mine.dtype:
                 mine.copy_(slot)  # rounded, as the others see it
         transport.summed.set(reading.number)

@@ -15,21 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fullshard.buffer.messages import zero_copy_in
 from fullshard.buffer.plan import Piece
 from fullshard.buffer.slots import Lease
-from fullshard.comm.transport import Transfer
+from fullshard.comm.transport import Request, alias
 from fullshard.torch_private import premultiplied_sum
 
 BLOCK = 2**17  # elements that are added up at a time: what is added and its sum fit in a cache
 
-SUM_DTYPES = {
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-    torch.complex64: torch.complex64,
-    torch.complex128: torch.complex128,
-}
+_WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+SUM_DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32, **dict(zip(_WIDE, _WIDE, strict=True))}
 
 
 @dataclass(frozen=True)
@@ -42,8 +37,8 @@ class Scaling:
 
 
 @lru_cache(maxsize=256)
-def choose_scaling(dtype: torch.dtype, world_size: int, divisor: float, sum_only: bool, backend: str) -> Scaling:
-    """Divide by ``divisor`` where it costs least and loses nothing: NCCL does so while it reduces.
+def choose_scaling(dtype: torch.dtype, world_size: int, divisor: float, sum_only: bool, divides: bool) -> Scaling:
+    """Divide by ``divisor`` where it costs least and loses nothing: in the backend, if it ``divides``.
 
     fp16 is divided in two steps, because the sum could overflow without the first and small values would vanish if it
     were the only one. The first is the smallest power of two that is not below the square root, as in torch, and exact.
@@ -51,7 +46,7 @@ def choose_scaling(dtype: torch.dtype, world_size: int, divisor: float, sum_only
     if dtype == torch.float16:
         before = 2.0 ** math.ceil(math.log2(abs(divisor)) / 2)
         return Scaling(before, after=divisor / before)
-    if backend != "nccl" or sum_only or divisor == 1 or not dtype.is_floating_point:
+    if not divides or sum_only or divisor == 1 or not dtype.is_floating_point:
         return Scaling(after=divisor)
     if divisor == world_size:
         return Scaling(op=dist.ReduceOp.AVG)
@@ -66,6 +61,29 @@ def divide_(tensor: torch.Tensor, divisor: float) -> None:
         tensor.mul_(1 / divisor)
     else:
         tensor.div_(divisor)
+
+
+class PieceRoute:
+    """What a route knows that copies, or adds up, piece by piece: its ranks, its tensors, and their dtypes by section.
+    Gradients that are not in a buffer (*zero-copy*) are sections of their own, behind the others."""
+
+    def __init__(self, request: Request) -> None:
+        direction, transfers, group, *_ = request
+        self.gathers, self.rank, self.size = direction == "gather", group.rank(), group.size()
+        plans = [transfer.plan for transfer in transfers]
+        self.fulls = [alias(transfer.full) for transfer in transfers]
+        self.shards = [alias(transfer.shard) for transfer in transfers if self.gathers]  # each reduction brings others
+        self.zero_copy = zero_copy_in(plans) if any(plan.is_messages for plan in plans) else []
+        sections = [*range(len(plans)), *(each.section for each in self.zero_copy)]
+        self.dtypes = tuple(self.fulls[section].dtype for section in sections)
+        self.shard_dtypes = [transfers[section].shard.dtype for section in sections]
+        if not self.gathers and (refused := {*self.dtypes} - SUM_DTYPES.keys()):
+            raise TypeError(
+                f"point-to-point reductions add {', '.join(map(str, SUM_DTYPES))}, got {refused.pop()}: "
+                f"reduce in one of these, or set FULLSHARD_TRANSPORT=collective"
+            )
+        #: Bytes of staging with which its sums begin.
+        self.scratch = 0 if self.gathers else max(map(scratch_bytes, self.dtypes, self.shard_dtypes))
 
 
 class Sum:
@@ -113,16 +131,6 @@ def blocks(piece: Piece, numel: int = BLOCK) -> Iterator[Piece]:
     for first in range(0, piece.shape[0], max(1, rows)):
         block = piece.part(first, min(first + max(1, rows), piece.shape[0]))
         yield from [block] if rows else blocks(block, numel)
-
-
-def check_summable(transfers: Sequence[Transfer]) -> None:
-    """Refuse dtypes that cannot be added up, by a TypeError."""
-    for transfer in transfers:
-        if transfer.full.dtype not in SUM_DTYPES:
-            raise TypeError(
-                f"point-to-point reductions add {', '.join(map(str, SUM_DTYPES))}, got {transfer.full.dtype}: "
-                f"reduce in one of these, or set FULLSHARD_TRANSPORT=collective"
-            )
 
 
 def scratch_bytes(dtype: torch.dtype, shard_dtype: torch.dtype) -> int:

@@ -22,6 +22,8 @@ from fullshard.wire_policy import WirePolicy
 
 Direction = Literal["gather", "reduce"]  # shards to all ranks, or the values of all ranks to shards
 DIRECTIONS: tuple[Direction, Direction] = ("gather", "reduce")
+Shards = Sequence[torch.Tensor]  # those of each transfer
+Ranks = dist.ProcessGroup | None  # between which something travels; ``None``: this rank alone has all of it
 
 
 class Transfer(NamedTuple):
@@ -31,29 +33,23 @@ class Transfer(NamedTuple):
     full: torch.Tensor  # 1-D, of ``plan.full_numel`` elements
     shard: torch.Tensor  # 1-D, of ``plan.shard_numel`` elements, contiguous, starting on a 16-byte boundary
 
-    def check(self, direction: Direction, process_group: dist.ProcessGroup | None) -> None:
+    def check(self, direction: Direction, over: Ranks) -> None:
         """Raise ValueError if the tensors do not fit the plan or each other, or the plan does not fit the ranks."""
         plan, full, shard = self
         where = f"of the group of parameter '{plan.params[0].name}'" if plan.params else "of a group without parameters"
-        size = 1 if process_group is None else process_group.size()
+        size = 1 if over is None else over.size()
         if plan.world_size != size:
-            ranks = "this rank has no others" if process_group is None else f"the process group has {size}"
-            raise ValueError(f"the plan {where} is for {plan.world_size} ranks, but {ranks}: make a plan for {size}")
+            raise ValueError(f"the plan {where} is for {plan.world_size} ranks, but there are {size}: make a new plan")
         for what, tensor, numel in (("full buffer", full, plan.full_numel), ("shard", shard, plan.shard_numel)):
-            if tensor.ndim != 1 or tensor.numel() != numel or not tensor.is_contiguous():
+            if tensor.shape != (numel,) or not tensor.is_contiguous():
                 raise ValueError(
                     f"the {what} {where} must be a contiguous 1-D tensor of {numel} elements, "
                     f"got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
                 )
-        if process_group is None:
-            return  # a copy on this rank casts, and moves from device to device
-        if full.device != shard.device:
-            raise ValueError(f"the full buffer {where} is on {full.device}, but its shard is on {shard.device}")
-        if direction == "gather" and full.dtype != shard.dtype:
-            raise ValueError(
-                f"an all-gather {where} moves bytes and casts nothing, but its full buffer has dtype {full.dtype} and "
-                f"its shard {shard.dtype}: cast the shard first"
-            )
+        for what in ("device", "dtype") if direction == "gather" else ("device",):
+            one, other = getattr(full, what), getattr(shard, what)
+            if over is not None and one != other:  # this rank alone copies, which may cast
+                raise ValueError(f"the full buffer {where} has the {what} {one}, but its shard {other}: convert one")
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,9 +116,7 @@ class Route(Protocol):
     staging: int  # bytes of the memory that it takes beside its buffers
     sent: int  # bytes that this rank sends, with the fewest that any algorithm of a collective needs
 
-    def start(
-        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
-    ) -> Pending:
+    def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
         """Start the transfers. A reduction is given the shards that it writes; a gather is given nothing.
 
         Full buffers that are messages (``Plan.is_messages``) lack their ``zero_copy`` parameters: these are given here,
@@ -148,9 +142,7 @@ class LocalRoute:
             else:
                 self._gathered += [(piece.of_full(full), piece.of_shard(shard)) for piece in plan.pieces(0)]
 
-    def start(
-        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
-    ) -> Pending:
+    def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
         with torch.no_grad():
             for values in zero_copy if reduction.divisor != 1 else ():
                 values.div_(reduction.divisor)
@@ -224,7 +216,7 @@ class Transport:
         """The transport for buffers in memory of this rank alone; itself, unless ranks share memory."""
         return self._private or self
 
-    def launches_together(self, process_group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    def launches_together(self, over: Ranks, device: torch.device) -> bool:
         """Whether collectives of several tensors are one launch, so that smaller parameters may be zero-copy."""
         return False
 
@@ -247,36 +239,24 @@ class Transport:
     def close_peers_buffers(self) -> None:
         """Close the buffers of other ranks that were opened here: these may want to give them back to the system."""
 
-    def gather_route(
-        self,
-        transfers: Sequence[Transfer],
-        process_group: dist.ProcessGroup | None,
-        tag: int,
-        wire: Wire | None = None,
-    ) -> Route:
+    def gather_route(self, transfers: Sequence[Transfer], over: Ranks, tag: int, wire: Wire | None = None) -> Route:
         """The route from sharded to replicated: it writes each ``shard`` to its pieces of every ``full``, of one dtype.
 
         With a ``wire`` all ranks, this one too, get the numbers that its encoding leaves. Padding is left undefined.
-        Parameters that every rank keeps whole (``dim=None``) are taken from this rank's own shard. Without a process
-        group this rank alone has the values, and its shard may have another dtype and device.
+        Parameters that every rank keeps whole (``dim=None``) are taken from this rank's own shard. Where this rank
+        alone has the values (``over`` is ``None``), its shard may have another dtype and device.
         Raises ValueError if a tensor does not fit its plan, or a plan does not fit the number of ranks.
         """
-        return self._checked_route("gather", transfers, process_group, tag, wire)
+        return self._checked_route("gather", transfers, over, tag, wire)
 
-    def reduce_route(
-        self,
-        transfers: Sequence[Transfer],
-        process_group: dist.ProcessGroup | None,
-        tag: int,
-        wire: Wire | None = None,
-    ) -> Route:
+    def reduce_route(self, transfers: Sequence[Transfer], over: Ranks, tag: int, wire: Wire | None = None) -> Route:
         """The route from partial to sharded: it overwrites a shard with the reduced pieces of this rank.
 
         ``full`` has the dtype that travels and may be overwritten. Only the dtype of each ``shard`` counts here, to
-        which the result is cast; every start brings its own shards. Their padding is left undefined. Without a process
-        group this rank's values are the sum. Errors as for a gather, and a TypeError for a dtype that is not added up.
+        which the result is cast; every start brings its own shards. Their padding is left undefined. If ``over`` is
+        ``None``, this rank's values are the sum. Errors as for a gather; TypeError for a dtype that cannot be added up.
         """
-        return self._checked_route("reduce", transfers, process_group, tag, wire)
+        return self._checked_route("reduce", transfers, over, tag, wire)
 
     def sum_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route | None:
         """The route from partial to replicated: like a reduction without other ranks, of the sum over all ranks.
@@ -284,20 +264,15 @@ class Transport:
         return None
 
     def _checked_route(
-        self,
-        direction: Direction,
-        transfers: Sequence[Transfer],
-        process_group: dist.ProcessGroup | None,
-        tag: int,
-        wire: Wire | None,
+        self, direction: Direction, transfers: Sequence[Transfer], over: Ranks, tag: int, wire: Wire | None
     ) -> Route:
-        if process_group is not None and process_group.size() == 1 and not self.is_custom:
-            process_group = None
+        if over is not None and over.size() == 1 and not self.is_custom:
+            over = None
         for transfer in transfers:
-            transfer.check(direction, process_group)
-        if process_group is None or not transfers:
+            transfer.check(direction, over)
+        if over is None or not transfers:
             return LocalRoute(direction, transfers)
-        return self._route(Request(direction, transfers, process_group, tag, wire))
+        return self._route(Request(direction, transfers, over, tag, wire))
 
     def _route(self, request: Request) -> Route:
         raise NotImplementedError(f"transport '{self.name}' does not {request.direction}")

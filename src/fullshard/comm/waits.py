@@ -8,7 +8,6 @@ Owns the error for a rank that was lost. It looks at nothing: :mod:`fullshard.wa
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +16,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-#: The place in its source that every error of gloo tells; gloo has no class of errors.
-_GLOO = re.compile(r"\bgloo[/\\]")
+from fullshard.comm.backends import comes_from_backend
 
 
 class PeerFailureError(RuntimeError):
@@ -110,11 +108,6 @@ def lost(wait: Wait, error: Exception, peer: int | None = None) -> PeerFailureEr
     return PeerFailureError(f"rank {dist.get_rank()} lost its connection to {rank} in {at}. {why} ({said})")
 
 
-def comes_from_backend(error: RuntimeError) -> bool:
-    """Whether a backend raised an error, and not what else runs in a wait, such as a function of the user."""
-    return isinstance(error, dist.DistError) or _GLOO.search(str(error)) is not None
-
-
 def describe(wait: Wait) -> str:
     """What is waited for, for people."""
     return f"{wait.what} of {named(wait.tag)}" if wait.tag >= 0 else wait.what
@@ -131,10 +124,10 @@ def named(tag: int) -> str:
 
 
 @contextmanager
-def waiting(what: str, process_group: dist.ProcessGroup | None, tag: int = -1) -> Iterator[None]:
+def waiting(what: str, process_group: dist.ProcessGroup | None, tag: int = -1, gathers: bool = False) -> Iterator[None]:
     """A context of calls that wait for the ranks of a process group, or send to them. Raises PeerFailureError if a
     backend says that one is lost."""
-    wait = Wait(what, process_group, tag)
+    wait = Wait(what, process_group, tag, gathers)
     before = WAITS.change(wait)
     try:
         yield

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from fullshard.comm.waits import waiting
+from fullshard.comm.process_group import StartedAllGather
+from fullshard.comm.waits import Wait
 from fullshard.device import Done, Pending, streams_of
 from fullshard.group.context import GroupContext
 from fullshard.group.parameter import ShardedParameter
-from fullshard.torch_private import all_gather_single, local_of
+from fullshard.torch_private import local_of
 
 
 class _Extended:
@@ -40,7 +41,7 @@ class _Extended:
         self._inner: tuple[torch.Tensor, ...] = ()
         self._metadata: Any = None
         self._stride = torch.empty(param.shape, device="meta").stride()
-        self._work: list[tuple[Any, ...]] = []
+        self._started: list[tuple[StartedAllGather, torch.Tensor]] = []  # and where what is gathered belongs
 
     def start(self, inputs: Sequence[torch.Tensor]) -> None:
         """Start to gather what the subclass sends."""
@@ -55,19 +56,15 @@ class _Extended:
             if over is None:
                 target.copy_(source)
                 continue
-            sent, received = source.contiguous(), torch.empty_like(target) if self._param.dim else target
-            with waiting(f"the all-gather of '{self._param.name}'", over):
-                work = all_gather_single(_bytes(received), _bytes(sent), group=over, async_op=True)
-            self._work.append((work, sent, received, target))
+            wait = Wait(f"the all-gather of '{self._param.name}'", over, self._group.tag, gathers=True)
+            self._started.append((StartedAllGather(source, wait, None if self._param.dim else target), target))
 
     def finish(self) -> None:
-        started, self._work = self._work, []
-        for work, _, received, target in started:
-            with waiting(f"the all-gather of '{self._param.name}'", self._group.data.shard_group):
-                work.wait()
-            if received is not target:
-                whole = torch.cat(received.chunk(self._group.data.shard_size), self._param.dim or 0)
-                target.copy_(whole.view(target.shape))
+        started, self._started = self._started, []
+        for gather, target in started:
+            every = gather.finish()
+            if every is not target:
+                target.copy_(torch.cat([*every], self._param.dim or 0).view(target.shape))
 
     def inputs(self) -> list[torch.Tensor]:
         """The tensors that the subclass sends, padded with zeros if this rank has fewer rows than others."""
@@ -165,11 +162,6 @@ def _allocate(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if tensor.untyped_storage().nbytes() == 0:
             tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes: not every backend knows every dtype."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:

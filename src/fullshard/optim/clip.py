@@ -13,7 +13,7 @@ from functools import reduce
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.waits import waiting
+from fullshard.comm.process_group import all_reduce
 from fullshard.policies import warn
 from fullshard.torch_private import foreach_norm, foreach_scale
 
@@ -66,8 +66,7 @@ def clip_local_shards(
     total = torch.maximum(total, whole_norm).abs() if is_largest else total
     if sharded:
         message, op = (total.view(torch.int32), dist.ReduceOp.MAX) if is_largest else (total, dist.ReduceOp.SUM)
-        with waiting("the norm of the gradients", process_group):
-            dist.all_reduce(message, op, process_group)
+        all_reduce(message, process_group, "the norm of the gradients", op)
     if not is_largest:
         total = (total + whole_norm**p) ** (1 / p)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)

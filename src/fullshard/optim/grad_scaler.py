@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.waits import waiting
+from fullshard.comm.process_group import all_reduce
 from fullshard.diverging import replicas_apart
 from fullshard.group.feedback import GradientFeedback
 from fullshard.group.owners import owner_of
@@ -79,8 +79,7 @@ class ShardedGradScaler(OpenGradScaler):
             apart = {replicas_apart(owner[0]) for param in params if (owner := owner_of(param)) is not None}
             groups += [group for mesh in meshes for group in mesh.get_all_groups() if group not in apart]
         for group in groups:
-            with waiting("the search for infinite gradients", group):
-                dist.all_reduce(worst, dist.ReduceOp.MAX, group)
+            all_reduce(worst, group, "the search for infinite gradients", dist.ReduceOp.MAX)
         owners = (owner[0] for param in params if (owner := owner_of(param)) is not None)
         lost = dict.fromkeys(each.gradients.feedback for each in owners if isinstance(each, ParamGroup))
         lost = {each: None for each in lost if each.tensors() or each.between_replicas}

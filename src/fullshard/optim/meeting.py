@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from fullshard.buffer.plan import BufferPlan, ParamShape, make_plan
-from fullshard.comm.process_group import encoded, has_peers
+from fullshard.comm.process_group import device_of, has_peers
 from fullshard.comm.transport import (
     DIRECTIONS,
     Direction,
@@ -280,7 +280,7 @@ class ChangesExchange:
     def start(self, lane: Lane) -> None:
         """Start to exchange, and to compare what the replicas exchange."""
         if has_peers(self._process_group):
-            mine = encoded(None, self._process_group).new_tensor(self._said, dtype=torch.int64)
+            mine = torch.tensor(self._said, device=device_of(self._process_group))
             every = mine.new_empty(self._process_group.size() * len(mine))
             with waiting("the meeting of replicas", self._process_group):
                 self._heard = all_gather_single(every, mine, group=self._process_group, async_op=True), every

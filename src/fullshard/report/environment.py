@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 import fullshard
 from fullshard.buffer.shared_memory import missing
-from fullshard.comm.process_group import backend_name, gather_objects
+from fullshard.comm.backends import backend_of
+from fullshard.comm.process_group import gather_objects
 from fullshard.comm.select import choose_transport
 from fullshard.comm.waits import waiting
 from fullshard.device import CPU, compute_device, default_device_type, is_host
@@ -164,7 +165,7 @@ def check_environment(process_group: dist.ProcessGroup, device_type: str) -> lis
     gather_objects(None, process_group)
     every = [Facts(**each) for each in gather_objects(asdict(Facts(device=str(device))), process_group)]
     checks = [check for run_check in _CHECKS for check in run_check(every)]
-    backend = backend_name(process_group, device)
+    backend = backend_of(process_group, device).name
     if not backend:
         text = f"The process group has no backend for {device_type}."
         return [*checks, Check("process group", "error", text, f"Initialize it with a backend for {device_type}.")]
@@ -330,7 +331,7 @@ def _transport(process_group: dist.ProcessGroup, device: torch.device, every: Se
         return Check("transport", "error", f"{error}.")
     text = f"Buffers move by '{transport.name}': {why}."
     together = len({fact.host for fact in every}) == 1 < len(every)
-    may_share = is_host(device) and backend_name(process_group, device) == "gloo" and together and not missing()
+    may_share = is_host(device) and backend_of(process_group, device).has_messages and together and not missing()
     advice = "Unset FULLSHARD_TRANSPORT. " if "FULLSHARD_TRANSPORT" in os.environ else ""
     advice += "The ranks share a host, and could share memory."
     return judged("transport", transport.name == "shm" or not may_share, text, advice)
@@ -352,7 +353,7 @@ def _pairs(process_group: dist.ProcessGroup, device: torch.device, ranks: Sequen
     me, size = process_group.rank(), process_group.size()
     if size == 1:
         return [Check("network", "not checked", "There is one rank.")]
-    if backend_name(process_group, device) == "gloo":  # it sends messages only from the memory of the host
+    if backend_of(process_group, device).has_messages:  # which go from the memory of the host
         device = CPU
     mine: dict[tuple[int, int], tuple[float, float]] = {}
     small, large = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in (1, _NBYTES))

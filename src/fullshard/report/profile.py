@@ -16,12 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fullshard.comm.process_group import decoded, encoded, gather_objects
-from fullshard.comm.waits import waiting
+from fullshard.comm.process_group import gather_objects, gather_to_first
 from fullshard.platforms import host_id
 from fullshard.policies import local_path
 from fullshard.report import chrome_trace
@@ -196,12 +194,5 @@ def _gather_to_rank_0(mine: RankTrace) -> list[RankTrace]:
     """Returns the traces of all ranks on rank 0, and an empty list elsewhere. Every rank must call it."""
     if not dist.is_initialized():
         return [mine]
-    data = encoded(zlib.compress(json.dumps(asdict(mine)).encode()), None)
-    lengths = gather_objects(data.numel(), None)
-    padded = data.new_zeros(max(lengths))
-    padded[: data.numel()] = data
-    received = [torch.empty_like(padded) for _ in lengths] if dist.get_rank() == 0 else None
-    with waiting("the traces of all ranks", None):
-        dist.gather(padded, received, dst=0)
-    texts = (decoded(data[:length]) for data, length in zip(received or (), lengths, strict=False))
+    texts = gather_to_first(zlib.compress(json.dumps(asdict(mine)).encode()), None, "the traces of all ranks")
     return [as_rank(json.loads(zlib.decompress(text))) for text in texts]

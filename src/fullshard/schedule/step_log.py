@@ -20,7 +20,8 @@ from functools import cached_property, partial
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.process_group import backend_name, exchange_in_store, has_peers
+from fullshard.comm.backends import backend_of
+from fullshard.comm.process_group import exchange_in_store, has_peers
 from fullshard.comm.waits import WAITS, checks_are_on, waiting
 from fullshard.device import CPU, Done, Lane, Pending, Streams, is_capturing, streams_of
 from fullshard.group.param_group import ParamGroup
@@ -213,7 +214,7 @@ def may_end_processes(group: ParamGroup) -> bool:
     """Whether the backend may end processes, without an error, if ranks disagree on a group."""
     by_collectives = group.transport.ends_processes or group.reduce_transport.ends_processes
     used = (group.data.shard_group if by_collectives else None, group.data.replicate_group)
-    return checks_are_on() and any(has_peers(each) and backend_name(each, group.device) == "gloo" for each in used)
+    return checks_are_on() and any(has_peers(each) and backend_of(each, group.device).ends_processes for each in used)
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fullshard.comm.process_group import gather_objects
 from fullshard.testing.pool import RankPool, failure_report, failures
 from fullshard.testing.rank import World
 
@@ -122,14 +123,12 @@ def assert_same_on_all_ranks(value: Any, what: str = "value") -> None:
         AssertionError: on every rank, names the first entry that differs, and what two ranks have.
     """
     entries = dict(_entries(value, what))
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, {name: _digest(entry) for name, entry in entries.items()})
+    found = gather_objects({name: _digest(entry) for name, entry in entries.items()}, None)
     for name in found[0]:
         for rank, theirs in enumerate(found):
             if theirs.get(name) == found[0][name]:
                 continue
-            pair: list[Any] = [None] * len(found)
-            dist.all_gather_object(pair, entries.get(name, "nothing"))
+            pair = gather_objects(entries.get(name, "nothing"), None)
             raise AssertionError(f"{name} differs: {_difference(pair[0], pair[rank], rank)}")
     for rank, theirs in enumerate(found):
         if extra := theirs.keys() - found[0].keys():

@@ -34,8 +34,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fullshard.comm.backends import comes_from_backend
 from fullshard.comm.process_group import has_peers
-from fullshard.comm.waits import WAITS, PeerFailureError, Wait, checks_are_on, comes_from_backend, describe
+from fullshard.comm.waits import WAITS, PeerFailureError, Wait, checks_are_on, describe
 from fullshard.platforms import host_id
 from fullshard.torch_private import default_store
 from fullshard.watch.connections import StoreConnection, connected_sockets, probe, quiet_seconds, unanswered_seconds

@@ -11,10 +11,9 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard.comm.waits import waiting
+from fullshard.comm.process_group import broadcast
 from fullshard.device import compute_device as current_device
 from fullshard.device import default_device_type
 from fullshard.group.mesh import DataMesh
@@ -217,7 +216,6 @@ def sync_module_states(
             pieces = [tensor.reshape(-1).view(torch.uint8) for tensor in bucket]  # not every backend knows every dtype
             message = (torch.cat(pieces) if count > 1 else pieces[0]).to(device)
             for group in groups:
-                with waiting("values from the first rank", group):
-                    dist.broadcast(message, group=group, group_src=0)
+                broadcast(message, group, "values from the first rank")
             for tensor, piece in zip(bucket, message.split([tensor.nbytes for tensor in bucket]), strict=True):
                 tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))

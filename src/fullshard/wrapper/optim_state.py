@@ -24,8 +24,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, NAdam, Optimizer, Rprop
 
-from fullshard.comm.process_group import broadcast_object, gather_objects
-from fullshard.comm.waits import waiting
+from fullshard.comm.process_group import broadcast, broadcast_object, gather_objects
 from fullshard.full_params import gather
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, local_tensor
@@ -316,8 +315,7 @@ def _from_first_rank(
     def receive(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim:
             tensor = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-            with waiting("the optimizer's state from the first rank", process_group):
-                dist.broadcast(tensor := tensor.contiguous(), group=process_group, group_src=0)
+            broadcast(tensor := tensor.contiguous(), process_group, "the optimizer's state from the first rank")
         return tensor
 
     return state_dict if is_first else received, partial(tree_map_only, torch.Tensor, receive)

@@ -23,6 +23,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fullshard import torch_private
+from fullshard.comm.process_group import all_reduce
 from fullshard.comm.waits import waiting
 from fullshard.full_params import FullParameters, gather
 from fullshard.group.param_group import ParamGroup
@@ -335,8 +336,9 @@ def all_of(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor. A DTensor's local part that is offloaded to the CPU is moved to the device of its mesh to
     communicate."""
     if torch_private.is_sharded_tensor(tensor):
-        with waiting("the whole of a ShardedTensor", tensor._process_group):  # type: ignore[attr-defined]
-            return torch_private.whole_of_sharded_tensor(tensor)
+        whole, process_group = torch_private.own_part_of_sharded_tensor(tensor)
+        all_reduce(whole.view(-1).view(torch.uint8), process_group, "the whole of a ShardedTensor")
+        return whole
     if not isinstance(tensor, DTensor):
         return tensor
     mesh, spec = tensor.device_mesh, torch_private.spec_of(tensor)

@@ -1,24 +1,20 @@
 """The unit of a wrapped module.
 
-Owns what torch's wrapper does only at its root (casts of the root's inputs, casts of buffers, full precision in
-evaluation if ``FSDP_USE_FULL_PREC_IN_EVAL`` is set), and the transport that reduces gradients by a user's hook. All
-else is the engine's :class:`~fullshard.schedule.unit.Unit`.
+Owns what torch's wrapper does only at its root: casts of the root's inputs, casts of buffers, full precision in
+evaluation if ``FSDP_USE_FULL_PREC_IN_EVAL`` is set. All else is the engine's :class:`~fullshard.schedule.unit.Unit`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from fullshard import tree
-from fullshard.comm.transport import Request, Transfer, Transport
-from fullshard.device import Done, Pending
+from fullshard.comm.collective import HookTransport
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Unit
@@ -91,7 +87,7 @@ class WrappedUnit(Unit):
                 group.options.all_reduce = hook
                 group.options.divide_factor = 1.0
             else:
-                group.use_transport(reduce=_HookTransport(hook))
+                group.use_transport(reduce=HookTransport(hook))
 
     def _cast_buffers(self) -> None:
         dtype = self.precision.buffer_dtype
@@ -113,28 +109,6 @@ class WrappedUnit(Unit):
             group.rebuild()
         for (module, name), dtype in self.buffer_dtypes.items() if full else ():
             module._buffers[name] = module._buffers[name].to(dtype)  # type: ignore[union-attr]
-
-
-class _HookTransport(Transport):
-    """Reduces flat sections by a user's hook, which itself compresses, sums and divides."""
-
-    name = "hook"
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
-
-    def _route(self, request: Request) -> Any:
-        sizes = ((full.nbytes, plan.world_size) for plan, full, _ in request.transfers)
-        sent = sum(nbytes // ranks * (ranks - 1) for nbytes, ranks in sizes)  # assumed: a reduce-scatter
-        return SimpleNamespace(start=partial(self._start, request.transfers), staging=0, sent=sent)
-
-    def _start(self, transfers: Sequence[Transfer], shards: Sequence[torch.Tensor], *__: object) -> Pending:
-        for (_, full, _), shard in zip(transfers, shards, strict=True):
-            # Compressing hooks replace the data of their arguments. Give them aliases: our views are used again.
-            reduced = torch.empty(shard.shape, dtype=full.dtype, device=full.device)
-            self._hook(full.detach(), reduced)
-            shard.copy_(reduced)
-        return Done()
 
 
 def keep_precision(module: nn.Module) -> None:
