@@ -105,12 +105,12 @@ def test_objects_are_read_several_at_a_time_and_not_kept(url: str, monkeypatch: 
     together = threading.Barrier(4)  # broken if fewer requests are under way
     first = [f"__0_{number}.distcp" for number in range(4)]
 
-    def meet(request: str, path: str) -> None:
+    def interfere(request: str, path: str) -> None:
         if request == "get" and plain(Path(path).name) in first:
             first.remove(plain(Path(path).name))
             together.wait(timeout=10)
 
-    HOOKS.append(meet)
+    HOOKS.append(interfere)
     model = model_of(-1)
     with Checkpoint(f"{url}/step-00000001") as found:
         found.read((name, value.shape, (0,) * value.dim(), value) for name, value in named(model))
@@ -562,12 +562,12 @@ def test_a_policy_reads_the_older_checkpoints_at_the_same_time(url: str) -> None
     together = threading.Barrier(3)  # broken if fewer are read at a time
     left = [f"step-0000000{step}" for step in (1, 2, 3)]
 
-    def meet(request: str, path: str) -> None:
+    def interfere(request: str, path: str) -> None:
         if request == "get" and path.endswith("manifest.json") and (name := Path(path).parent.name) in left:
             left.remove(name)
             together.wait(timeout=10)
 
-    HOOKS.append(meet)
+    HOOKS.append(interfere)
     saved(url, 4, keep=[LatestN(4)])
     HOOKS.clear()
     assert (left, together.broken) == ([], False)

@@ -84,8 +84,8 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         ("best", "METRIC:N[:max]", _parse_best, "the N with the lowest (or highest) value of a metric"),
         ("newer", "AGE", lambda text: NewerThan(_parse_age(text)), "those younger than 90m, 24h or 7d"),
     ):
-        kept: dict[str, Any] = {"dest": "keep", "action": "append", "type": _reads(parse), "metavar": metavar}
-        command.add_argument(f"--{name}", help=f"keep {what}", **kept)
+        shared: dict[str, Any] = {"dest": "keep", "action": "append", "type": _reads(parse), "metavar": metavar}
+        command.add_argument(f"--{name}", help=f"keep {what}", **shared)
     command.add_argument("--dry-run", action="store_true", help="remove nothing")
 
 

@@ -338,11 +338,11 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
                         shape = tuple(param.shape) if is_part else kind.shape
                         if layout.is_ragged and key in SCALES:
                             shape = layout.inner_sizes(key, local_tensor(param).shape, shape)
-                        kept = optimizer.state[param].get(key) if param in optimizer.state else None
-                        if isinstance(kept, torch.Tensor) and is_traceable_subclass(local_tensor(kept)):
-                            kept = None  # its inner tensors are not what the checkpoint has
-                        if isinstance(kept, torch.Tensor) and (tuple(kept.shape), kept.dtype) == (shape, kind.dtype):
-                            state[key] = kept
+                        own = optimizer.state[param].get(key) if param in optimizer.state else None
+                        if isinstance(own, torch.Tensor) and is_traceable_subclass(local_tensor(own)):
+                            own = None  # its inner tensors are not what the checkpoint has
+                        if isinstance(own, torch.Tensor) and (tuple(own.shape), own.dtype) == (shape, kind.dtype):
+                            state[key] = own
                         elif is_part:
                             state[key] = _like(param, kind.dtype)
                         else:
@@ -378,8 +378,8 @@ def _flattened(checkpoint: Checkpoint) -> State:
     """By name, the outlines of dicts and lists in an optimizer's state. Their items are saved under names of their own,
     as DCP does it. DCP has no outlines, but stores the keys that lead to each item."""
     outlines = "optimizer.outlines."
-    kept = (name for name in checkpoint.manifest.objects if name.startswith(outlines))
-    found = {f"optimizer.state.{name.removeprefix(outlines)}": checkpoint.value(name) for name in kept}
+    outlined = (name for name in checkpoint.manifest.objects if name.startswith(outlines))
+    found = {f"optimizer.state.{name.removeprefix(outlines)}": checkpoint.value(name) for name in outlined}
     if found:
         return found
     for name, path in checkpoint.manifest.paths.items():
@@ -481,8 +481,8 @@ def load_optimizer(
                 f"optimizer with the same groups of parameters, or leave it out of load()"
             )
         options_to_load.append({**(found or options), "params": [numbers[param] for param in options["params"]]})
-    kept: dict[Any, State] = {} if is_whole else {**optimizer.state}
-    states = kept | states
+    others: dict[Any, State] = {} if is_whole else {**optimizer.state}
+    states = others | states
     by_number = {numbers[param]: dict(state) for param, state in states.items()}
     optimizer.load_state_dict({"state": by_number, "param_groups": options_to_load})
     for param, state in states.items():

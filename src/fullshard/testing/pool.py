@@ -1,6 +1,6 @@
 """A pool of rank processes, seen from the test process: starts them, sends functions, and judges what comes back.
 
-Owns the processes, the store that their groups meet in, and how long a silent rank is waited for. A rank starts when a
+Owns the processes, the store of their rendezvous, and how long a silent rank is waited for. A rank starts when a
 function first needs it and serves all that follow; the ranks of a failed function are ended, and fresh ones start.
 """
 

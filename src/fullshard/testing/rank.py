@@ -133,8 +133,8 @@ class Setup:
 class Job:
     """One function to run on ``size`` ranks; ``payload`` holds it pickled, so that a failed import is a failed job.
 
-    ``group`` is the number of the default process group: that of the last job, or a new one, which meets in the store
-    at ``port``. Without ``init`` there is none, and the environment says how to make one.
+    ``group`` is the number of the default process group: that of the last job, or a new one with a rendezvous at
+    ``port``. Without ``init`` there is none, and the environment says how to make one.
     """
 
     group: int

@@ -155,8 +155,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             unit.prefetches_backward = "never" if self.backward_prefetch is None else "after"
         unit.prefetches_forward = forward_prefetch or is_host(device)
         if found:
-            home, computed_as = None if use_orig_params else self.module, precision.param_dtype
-            fragments = [Fragment(param, locations, data, home, computed_as) for param, locations in found.items()]
+            shared = data, None if use_orig_params else self.module, precision.param_dtype
+            fragments = [Fragment(param, locations, *shared) for param, locations in found.items()]
             policy = CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy()
             group_options = GroupOptions(unit.mp_policy, policy, FULL_SHARD if auto_reshard else SHARD_GRAD_OP)
             group_options.keep_computed_dtype = precision.keep_low_precision_grads
