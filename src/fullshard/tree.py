@@ -315,22 +315,20 @@ def _derived_kind(cls: type) -> _Kind | None:
     return _OBJECT if is_object and not issubclass(cls, nn.Module) else None
 
 
+_APPENDS: dict[Any, Callable[[Any, Any], None]] = {list.__setitem__: list.append, deque.__setitem__: deque.append}
+
+
 def _open_object(node: Any) -> tuple[Iterable[Any], Any]:
-    """The items of a list or dict, then the attributes; for each a function that sets it in an empty object. Methods
-    that the class overrides are not called, so that it reads the stored values."""
-    slots: list[tuple[Callable[[Any, Any, Any], None], Any, Any]] = []
-    if isinstance(node, list):
-        slots += [(list.insert, index, value) for index, value in enumerate(list.__iter__(node))]
-    elif isinstance(node, dict):
-        base: Any = OrderedDict if isinstance(node, OrderedDict) else dict
-        slots += [(base.__setitem__, key, value) for key, value in base.items(node)]
-    slots += [(object.__setattr__, name, value) for name, value in _attributes(node)]  # of frozen dataclasses too
-    return [value for _, _, value in slots], slots
+    """The items of a list or dict, then the attributes, with their places. Methods that the class overrides are not
+    called, so that it reads the stored values."""
+    places = _places(node)
+    return [value for *_, value in places], places
 
 
-def _fill_object(blank: Any, new: list[Any], slots: Any) -> Any:
-    for (setter, key, _), value in zip(slots, new, strict=True):
-        setter(blank, key, value)
+def _fill_object(blank: Any, new: list[Any], places: Any) -> Any:
+    for (_, write, key, _), value in zip(places, new, strict=True):
+        append = _APPENDS.get(write)
+        append(blank, value) if append else write(blank, key, value)  # also an attribute of a frozen dataclass
     return blank
 
 
@@ -383,6 +381,6 @@ _REGISTERED = _Kind(
 )
 _BUILTIN_KINDS: dict[type, _Kind] = {
     tuple: _TUPLE,
-    dict: _Kind(lambda node: (node.values(), [(dict.__setitem__, key, None) for key in node]), _fill_object, True),
+    dict: _Kind(lambda node: (node.values(), [(0, dict.__setitem__, key, 0) for key in node]), _fill_object, True),
     **dict.fromkeys((list, OrderedDict, defaultdict), _OBJECT),
 }

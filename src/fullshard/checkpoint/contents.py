@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.serialization import get_safe_globals
 
+from fullshard.checkpoint.blocks import CheckpointError
 from fullshard.checkpoint.layout import SCALES, TABLES, Box, Layout, layout_of
-from fullshard.checkpoint.reader import Checkpoint, CheckpointError, Target
+from fullshard.checkpoint.reader import Checkpoint, Target
 from fullshard.checkpoint.selection import Selection
 from fullshard.group.parameter import local_tensor, plain_name
 from fullshard.optim.disk_step import state_like

@@ -368,14 +368,3 @@ class _Part(NamedTuple):
         start = piece.data + dtype.itemsize * sum(map(operator.mul, begins, strides))
         span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         return cls(piece, dtype, into, begins, strides, start, start + dtype.itemsize * span)
-
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "CorruptCheckpointError",
-    "Manifest",
-    "Target",
-    "latest",
-    "list_checkpoints",
-]

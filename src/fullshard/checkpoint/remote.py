@@ -449,6 +449,3 @@ class _ObjectReader(BlockReader):
             future.cancel()
         self.ahead.clear()
         self._ranges.clear()
-
-
-__all__ = ["ObjectFiles", "ObjectPartial", "ObjectStorage"]
