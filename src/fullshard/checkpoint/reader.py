@@ -23,7 +23,6 @@ from fullshard.checkpoint.manifest import (
     METADATA,
     Kind,
     Location,
-    Manifest,
     StoredPiece,
     Tensors,
     decode,
