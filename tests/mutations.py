@@ -1109,7 +1109,7 @@ MUTATIONS = (
         "checkpoint/remote.py",
         "if name.startswith(_READING))",
         "if False)",
-        "tests/checkpoint/test_remote.py::test_what_is_read_is_not_removed",
+        "tests/checkpoint/test_beside_a_saver.py::test_what_is_read_is_removed_by_the_save_after",
     ),
     Mutation(
         "checkpoint/remote.py",

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from fullshard import checkpoint, cli
 from fullshard.checkpoint import Checkpoint
-from tests.checkpoint.cases import optimizer_of, train
+from tests.checkpoint.cases import flip, optimizer_of, train
 from tests.checkpoint.state_dicts import Net
 from tests.checkpoint.stores import FaultyStore
 from tests.checkpoint.test_save import run, sharded
@@ -90,12 +90,6 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     for name, value in wanted.items():
         assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
         assert torch.equal(found[name], value), name
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def test_list_shows_every_save_whole_broken_or_not_finished(saves: Path, command: Command) -> None:

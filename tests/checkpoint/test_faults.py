@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import pkgutil
@@ -32,8 +31,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 import fullshard
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint, CheckpointError, CorruptCheckpointError
-from fullshard.checkpoint.blocks import checksum
-from tests.checkpoint.cases import save_at
+from tests.checkpoint.cases import flip, rewrite_manifest, save_at, small_disk
 from tests.harness import RankPool, World, failure_report, ranks
 from tests.harness.models import MLP, seeded
 
@@ -184,12 +182,6 @@ def two_saves(folder: Path) -> Any:
     return model
 
 
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1 << (at % 8)
-    path.write_bytes(data)
-
-
 def _flip_values(path: Path) -> None:
     flip(path / "__1_0.distcp", Checkpoint(path).tensors["model.blocks.0.weight"].pieces[1].data + 17)
 
@@ -260,18 +252,11 @@ def save_to_full_disk(world: World, disk: Path, wait: bool) -> str:
 def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_nothing(
     rank_pool: RankPool, tmp_path: Path, wait: bool
 ) -> None:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("no right to mount a small file system")
-    try:
+    with small_disk(tmp_path):
         outcomes = rank_pool.run(save_to_full_disk, 2, tmp_path, wait)
         assert all(outcome.kind == "returned" for outcome in outcomes), failure_report(outcomes)
         assert all("No space left on device" in outcome.value for outcome in outcomes)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @contextlib.contextmanager
@@ -356,14 +341,6 @@ def test_nothing_in_a_file_is_executed(world: World, tmp_path: Path) -> None:
     assert not made.exists()
 
 
-def rewritten(path: Path, change: Callable[[Any], Any]) -> None:
-    """A manifest that says something else, with the checksum that fits."""
-    told = json.loads((path / "manifest.json").read_text())["manifest"]
-    change(told)
-    text = json.dumps(told).encode()
-    (path / "manifest.json").write_bytes(b'{"checksum": "%s", "manifest": %s}\n' % (checksum(text).encode(), text))
-
-
 def kind(told: Any) -> Any:
     """What a manifest says of the tensors that are as one of them is: dtype, shape, pieces, where these begin."""
     return told["kinds"][told["kind"][told["tensors"].index("model.blocks.0.bias")]]
@@ -384,9 +361,9 @@ def two_on_one_box(kind: Any) -> None:
 
 
 def one_run_many_times(kind: Any) -> None:
-    kind[1] = [30 * 10_000]
-    kind[2] = [[*kind[2][0][:3], [30 * number], [30]] for number in range(10_000)]
-    kind[3] = kind[3][:1] * 10_000
+    kind[1] = [30 * 50_000]
+    kind[2] = [[*kind[2][0][:3], [30 * number], [30]] for number in range(50_000)]
+    kind[3] = kind[3][:1] * 50_000
 
 
 LIES: dict[str, Callable[[Any], Any]] = {
@@ -418,7 +395,7 @@ def test_a_manifest_that_lies_is_refused(tmp_path: Path) -> None:
     path = save_at(tmp_path, seeded(Alike), step=1, state={"n": 3})
     right = (path / "manifest.json").read_bytes()
     for reason, lie in LIES.items():
-        rewritten(path, lie)
+        rewrite_manifest(path, lie)
         with bounded_memory(), pytest.raises(CorruptCheckpointError, match=reason):
             Checkpoint(path)
         (path / "manifest.json").write_bytes(right)

@@ -181,15 +181,6 @@ def test_a_lost_answer_to_the_last_request_is_no_failure(url: str) -> None:
     assert len(checkpoint.list_checkpoints(url)) == 3
 
 
-def test_what_is_read_is_not_removed(url: str) -> None:
-    saved(url, 1)
-    with Checkpoint(f"{url}/step-00000001") as first:
-        saved(url, 2, keep_last=1)
-        assert torch.equal(first.tensor("model.0.weight"), model_of(1).state_dict()["0.weight"])
-    saved(url, 3, keep_last=1)
-    assert [path.name for path in checkpoint.list_checkpoints(url)] == ["step-00000003"]
-
-
 @pytest.mark.parametrize("name", [".metadata", "manifest.json"])
 def test_a_save_whose_objects_another_job_has_removed_is_not_published(
     url: str, name: str, capsys: pytest.CaptureFixture[str]

@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,8 +29,8 @@ from fullshard.checkpoint.blocks import BLOCK
 from fullshard.checkpoint.fetch import ASK, Replica
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.replicas import Hosts
-from tests.checkpoint.cases import optimizer_of, train
-from tests.checkpoint.test_faults import CALLS, assert_holds, filled, flip, killed_at
+from tests.checkpoint.cases import flip, optimizer_of, small_disk, train
+from tests.checkpoint.test_faults import CALLS, assert_holds, filled, killed_at
 from tests.checkpoint.test_save import run, sharded
 from tests.harness import RankPool, World, failure_report, ranks
 from tests.harness.models import MLP, seeded
@@ -302,18 +301,11 @@ def save_to_full_memory(world: World, folder: Path, memory: Path) -> tuple[str, 
 def test_full_memory_is_warned_of_and_changes_nothing(rank_pool: RankPool, tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(memory)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("no right to mount a small file system")
-    try:
+    with small_disk(memory):
         for told, found in run(rank_pool, save_to_full_memory, 2, tmp_path, memory):
             assert "rank 1" in told
             assert "No space left on device" in told
             assert found == {"step": 4}
-    finally:
-        subprocess.run(["umount", str(memory)], check=True)
 
 
 def save_replicas_until_killed(world: World, folder: Path, victim: int, moment: int, wait: bool) -> None:

@@ -227,24 +227,6 @@ def test_nothing_is_gathered(world: World, tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_ranks_that_did_not_change_read_each_byte_once(world: World, tmp_path: Path) -> None:
-    model = sharded("fully_shard", partial(MLP, (300, 500, 400, 300)))
-    save_at(tmp_path, model)
-    read: list[tuple[str, int]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        before = checkpoint.blocks.BlockReader._read  # type: ignore[attr-defined]
-
-        def count(self: Any, number: int, block: Any) -> None:
-            read.append((self.path.name, number))
-            before(self, number, block)
-
-        patch.setattr(checkpoint.blocks.BlockReader, "_read", count)  # type: ignore[attr-defined]
-        checkpoint.load(tmp_path, model)
-    assert len(read) == len(set(read))
-    assert {name for name, _ in read} == {".metadata", f"__{world.rank}_0.distcp"}
-
-
-@ranks(2)
 def test_names_are_those_of_the_model_as_it_is_now(world: World, tmp_path: Path) -> None:
     model = sharded("fully_shard")
     alone = checkpoint.save(tmp_path / "alone", model)
