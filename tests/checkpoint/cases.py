@@ -115,6 +115,13 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range, rank: int = 0) -
     return losses
 
 
+def with_optimizer(model: Any, name: str, steps: int = 0, rank: int = 0) -> tuple[Any, Optimizer]:
+    """A model and an optimizer of its parameters, after some steps."""
+    optimizer = optimizer_of(model, name)
+    train(model, optimizer, range(steps), rank)
+    return model, optimizer
+
+
 def choose(library: SimpleNamespace, model: nn.Module, kind: str, **config: bool) -> None:
     """What state dicts of ``model`` are to be."""
     settings, prefix = library.settings, kind.capitalize()

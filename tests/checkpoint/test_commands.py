@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from fullshard import checkpoint, cli
 from fullshard.checkpoint import Checkpoint
-from tests.checkpoint.cases import flip, optimizer_of, train
+from tests.checkpoint.cases import flip, train, with_optimizer
 from tests.checkpoint.state_dicts import Net
 from tests.checkpoint.stores import FaultyStore
 from tests.checkpoint.test_save import run, sharded
@@ -41,8 +41,7 @@ Command = Callable[..., tuple[int, str, str]]
 def save_all(world: World, folder: Path) -> None:
     """Of each front end two saves, the state of the last of them, and what DCP makes of the first's."""
     for api in APIS:
-        model = sharded(api, Net)
-        optimizer = optimizer_of(model, "AdamW")
+        model, optimizer = with_optimizer(sharded(api, Net), "AdamW")
         for step in (10, 20):
             train(model, optimizer, range(1))
             checkpoint.save(folder / api, model, optimizer, step=step, state={"seen": step * 4})

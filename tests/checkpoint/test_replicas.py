@@ -29,7 +29,7 @@ from fullshard.checkpoint.blocks import BLOCK
 from fullshard.checkpoint.fetch import ASK, Replica
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.replicas import Hosts
-from tests.checkpoint.cases import flip, optimizer_of, small_disk, train
+from tests.checkpoint.cases import flip, small_disk, train, with_optimizer
 from tests.checkpoint.test_faults import CALLS, assert_holds, filled, killed_at
 from tests.checkpoint.test_save import run, sharded
 from tests.harness import RankPool, World, failure_report, ranks
@@ -66,9 +66,7 @@ def log_of_load() -> Iterator[list[str]]:
 
 def train_and_die(world: World, folder: Path, hosts: int, victim: int | None) -> None:
     """Saves step 1 on the disk, step 2 in memory, writes down what follows, and loses a rank."""
-    model = sharded("fully_shard")
-    optimizer = optimizer_of(model, "AdamW")
-    train(model, optimizer, range(1))
+    model, optimizer = with_optimizer(sharded("fully_shard"), "AdamW", 1)
     checkpoint.save(folder, model, optimizer, step=1, state={"note": [world.rank]})
     train(model, optimizer, range(1, 2))
     note = [10 + world.rank]
@@ -85,8 +83,7 @@ def train_and_die(world: World, folder: Path, hosts: int, victim: int | None) ->
 
 
 def load_and_go_on(world: World, folder: Path, hosts: int) -> tuple[Any, list[float], list[str], list[str]]:
-    model = sharded("fully_shard")
-    optimizer = optimizer_of(model, "AdamW")
+    model, optimizer = with_optimizer(sharded("fully_shard"), "AdamW")
     with log_of_load() as lines, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         found = checkpoint.load(folder, model, optimizer, replicas=replicas_of(folder, hosts))
