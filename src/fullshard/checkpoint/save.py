@@ -298,23 +298,23 @@ class _Writing:
         from one rank.
         """
         self.paths = contents.paths
-        mine, shared = list[tuple[Box, torch.Tensor]](), dict[object, list[tuple[Box, torch.Tensor]]]()
+        own, shared = list[tuple[Box, torch.Tensor]](), dict[object, list[tuple[Box, torch.Tensor]]]()
         for box, tensor in zip(contents.boxes, contents.tensors, strict=True):
             if holders and (at := holders.get(box.key(self.ranks.size))):
                 box = box._replace(copies=Copies(tuple(at), at.index(self.ranks.rank), len(at)))
             if box.copies.size > 1 and box.names[0] not in self.buffers:
                 shared.setdefault((box.copies.ranks, box.copies.size), []).append((box, tensor))
             elif not box.copies.number:
-                mine.append((box, tensor))
+                own.append((box, tensor))
         for same in shared.values():
             if holders:  # the order may differ between ranks
                 same.sort(key=lambda pair: (pair[0].names[0], pair[0].offsets))
             total, before = max(1, sum(tensor.nbytes for _, tensor in same)), 0
             for box, tensor in same:
                 if min(before * box.copies.size // total, box.copies.size - 1) == box.copies.number:
-                    mine.append((box, tensor))
+                    own.append((box, tensor))
                 before += tensor.nbytes
-        self.boxes, self.tensors = [box for box, _ in mine], [tensor for _, tensor in mine]
+        self.boxes, self.tensors = [box for box, _ in own], [tensor for _, tensor in own]
         for name, (value, layout) in contents.values.items():
             if holders[name][0] == self.ranks.rank if name in holders else not layout.copies.number:
                 self.values.append((name, dcp.saved(value, f"'{name}'")))

@@ -241,7 +241,7 @@ class _PythonNetwork(_Group):
 
     @classmethod
     def totals(cls) -> dict[str, tuple[int, int, float]]:
-        return {kind: (int(count), int(moved), seconds) for kind, (count, moved, seconds) in cls.by_kind.items()}
+        return {kind: (int(count), int(nbytes), seconds) for kind, (count, nbytes, seconds) in cls.by_kind.items()}
 
     @classmethod
     def waited(cls) -> float:
@@ -275,12 +275,12 @@ class _PythonNetwork(_Group):
         return self._rank
 
     def _run(
-        self, kind: str, moved: float, rounds: int, opts: Any, tensors: Sequence[torch.Tensor], copy: Callable[[], Any]
+        self, kind: str, nbytes: float, rounds: int, opts: Any, tensors: Sequence[torch.Tensor], copy: Callable[[], Any]
     ) -> _Work:
         begin = time.perf_counter()
-        seconds = 0.0 if self._size == 1 else rounds * self.latency + moved / self.bandwidth
+        seconds = 0.0 if self._size == 1 else rounds * self.latency + nbytes / self.bandwidth
         total = self.by_kind[kind]
-        total[0], total[1], total[2] = total[0] + 1, total[1] + moved, total[2] + seconds
+        total[0], total[1], total[2] = total[0] + 1, total[1] + nbytes, total[2] + seconds
         if tensors and tensors[0].is_cuda:
             work = self._on_device(seconds, getattr(opts, "asyncOp", True), tensors, copy)
         else:
@@ -328,8 +328,8 @@ class _PythonNetwork(_Group):
         return self._run("broadcast", _bytes(tensors), 1, opts, tensors, lambda: None)
 
     def allreduce(self, tensors: Any, opts: Any) -> _Work:
-        moved = 2 * _bytes(tensors) * self._share
-        return self._run("all-reduce", moved, 2, opts, tensors, lambda: self._reduce(tensors, tensors, opts.reduceOp))
+        nbytes = 2 * _bytes(tensors) * self._share
+        return self._run("all-reduce", nbytes, 2, opts, tensors, lambda: self._reduce(tensors, tensors, opts.reduceOp))
 
     allreduce_coalesced = allreduce
 
@@ -373,8 +373,8 @@ class _PythonNetwork(_Group):
                 each.view(-1)[:numel].copy_(own[:numel])
                 each.view(-1)[numel:].zero_()
 
-        moved = max(_bytes(outputs), _bytes(inputs)) * self._share
-        return self._run("all-to-all", moved, 1, opts, [output, source], copy)
+        nbytes = max(_bytes(outputs), _bytes(inputs)) * self._share
+        return self._run("all-to-all", nbytes, 1, opts, [output, source], copy)
 
     def send(self, tensors: Any, target: int, tag: int) -> _Work:
         def copy() -> None:
