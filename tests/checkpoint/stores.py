@@ -215,8 +215,8 @@ def bucket_of(name: str, folder: Path = Path()) -> Iterator[str]:
         port = free.getsockname()[1]
     os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # it asks for what the emulator does not have
     command, url, options = SERVERS[name]
-    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    server = subprocess.Popen(command.format(port=port, folder=folder).split(), **silent)
+    program, silent = command.format(port=port, folder=folder).split(), subprocess.DEVNULL
+    server = subprocess.Popen(program, stdout=silent, stderr=silent)
     protocol = url.partition(":")[0]
     access = {key: value.replace("{port}", str(port)) for key, value in options.items()}
     fsspec.config.conf[protocol] = access

@@ -21,7 +21,7 @@ import fullshard
 from fullshard import checkpoint
 from fullshard.checkpoint import CheckpointError, remote
 from fullshard.checkpoint.compare import compare
-from fullshard.checkpoint.manifest import Kind
+from fullshard.checkpoint.manifest import TensorKind
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
 from tests.checkpoint import stores  # noqa: F401  (makes faulty:// known)
 from tests.checkpoint.cases import CPU, quiet
@@ -244,5 +244,5 @@ def test_adafactor_goes_on_from_parts_that_a_store_has_split(rank_pool: RankPool
 def test_parts_that_are_the_halves_of_those_that_were_saved_are_different_parts() -> None:
     """A store has split each rank's two rows into single rows, as four ranks would have them."""
     pieces = [(f"__{row // 2}_{row}.distcp", 32, 0, (row, 0), (1, 8)) for row in range(4)]
-    kind = Kind(torch.float32, (4, 8), pieces, [[0]] * 4)
+    kind = TensorKind(torch.float32, (4, 8), pieces, [[0]] * 4)
     assert kind.parts() == {((0, 0), (2, 8)), ((2, 0), (2, 8))}

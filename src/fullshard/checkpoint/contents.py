@@ -128,7 +128,7 @@ def _box_name(box: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
     return f"[{','.join(f'{at}:{at + size}' for at, size in zip(*box, strict=True))}]"
 
 
-class Known(NamedTuple):
+class KnownParameter(NamedTuple):
     """The layout of a parameter, and its names in the plain model, without wrappers."""
 
     layout: Layout
@@ -142,15 +142,15 @@ class Parameters:
         self.model, self.found = model, list[GroupParameters]()  # those of each group, kept for the next save
         #: For each parameter that an optimizer may have, the original parameters in it.
         self.shown = shown_parameters(model, self.found)
-        self.known: dict[OriginalParameter, Known] = {}
+        self.known: dict[OriginalParameter, KnownParameter] = {}
         for found in self.found:
             if found.saved is None:
                 found.saved = self._known_of(found), None, []
             self.known |= found.saved[0]
         self.groups = dict.fromkeys(each.group for each in self.known if each.group is not None)
 
-    def _known_of(self, found: GroupParameters) -> dict[OriginalParameter, Known]:
-        known, everywhere = dict[OriginalParameter, Known](), dict[nn.Parameter, list[str]]()
+    def _known_of(self, found: GroupParameters) -> dict[OriginalParameter, KnownParameter]:
+        known, everywhere = dict[OriginalParameter, KnownParameter](), dict[nn.Parameter, list[str]]()
         prefixes = {module: _clean(f"{path}*")[:-1] for module, path in found.paths.items() if path is not None}
         if found.shown and not prefixes:  # they belong to no group
             for name, param in self.model.named_parameters(remove_duplicate=False):
@@ -160,7 +160,7 @@ class Parameters:
                 at = () if original.param is None else original.param.locations
                 names = [prefixes[each.module] + each.name for each in at if each.module in prefixes]
                 names = list(dict.fromkeys(names or everywhere.get(param, [original.name])))
-                known[original] = Known(layout_of(original.param or param), names)
+                known[original] = KnownParameter(layout_of(original.param or param), names)
         return known
 
     def collect(self, contents: Contents, frozen: bool) -> None:
@@ -224,10 +224,8 @@ class Parameters:
         if problem:
             raise ValueError(f"the state '{'.'.join(map(str, path[3:]))}' of parameter '{original.name}' {problem}")
         if isinstance(value, DTensor) or is_traceable_subclass(value):
-            is_alike = not isinstance(value, DTensor) or (
-                isinstance(param, DTensor) and spec_of(value) is spec_of(param)
-            )
-            contents.add(named(path), value, layout if is_alike else None)
+            alike = not isinstance(value, DTensor) or (isinstance(param, DTensor) and spec_of(value) is spec_of(param))
+            contents.add(named(path), value, layout if alike else None)
             value = _outline(value)
             if value is None or not layout.has_first:
                 return
