@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import fullshard
 from fullshard import checkpoint
 from fullshard.checkpoint import CheckpointError, remote
 from fullshard.checkpoint.compare import compare
@@ -27,7 +26,7 @@ from tests.checkpoint import stores  # noqa: F401  (makes faulty:// known)
 from tests.checkpoint.cases import CPU, quiet
 from tests.checkpoint.test_save import APIS, run
 from tests.harness import RankPool, World
-from tests.harness.models import seeded
+from tests.harness.models import seeded, shard_each
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "checkpoints.md"
 OF_TORCH = sorted(
@@ -56,9 +55,7 @@ def build() -> nn.Sequential:
 def sharded(api: str, seed: int) -> Any:
     model: Any = seeded(build, seed)
     if api == "fully_shard":
-        for layer in model:
-            fullshard.fully_shard(layer)
-        return fullshard.fully_shard(model)
+        return shard_each(*model, model)
     how: dict[str, Any] = {"device_id": CPU, "use_orig_params": api == "fragments"}
     with quiet():
         for at, layer in enumerate(model):

@@ -30,7 +30,7 @@ from fullshard.text import bytes_text
 from tests.checkpoint.cases import assert_same, optimizer_of, quiet, save_at, train, with_optimizer, wrapped
 from tests.checkpoint.state_dicts import Net
 from tests.harness import RankPool, World, failure_report, ranks
-from tests.harness.models import MLP, MixedDtypes, OddParameters, Transformer, seeded, split_over
+from tests.harness.models import MLP, MixedDtypes, OddParameters, Transformer, seeded, shard_each, split_over
 from tests.harness.slow import slow, some
 
 APIS = ("fully_shard", "flat", "fragments")
@@ -42,8 +42,7 @@ def sharded(api: str, build: Callable[[], Any] = MLP, **options: Any) -> Any:
     if api != "fully_shard":
         return wrapped(build=build, use_orig_params=api == "fragments", **options)
     model = seeded(build)
-    for module in (*model.blocks, model):
-        fullshard.fully_shard(module, **options)
+    shard_each(*model.blocks, model, **options)
     return model
 
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 
-import fullshard
 from fullshard.wrapper.optim_methods import OptimStateMethods
 from tests.checkpoint.cases import (
     OPTIMIZERS,
@@ -37,7 +36,7 @@ from tests.checkpoint.cases import (
 )
 from tests.fully_shard.cases import first_of
 from tests.harness import World, ranks
-from tests.harness.models import MLP, seeded
+from tests.harness.models import MLP, seeded, shard_each
 
 
 class Tied(nn.Module):
@@ -175,8 +174,7 @@ def test_interchange_with_fully_shard(world: World, use_orig_params: bool, kind:
     saved = to_dict(model, stepped)
 
     other = seeded(MLP)
-    for module in (*other.blocks, other):
-        fullshard.fully_shard(module)
+    shard_each(*other.blocks, other)
     fresh = optimizer_of(other, "AdamW")
     options = StateDictOptions(full_state_dict=kind == "FULL")
     set_optimizer_state_dict(other, fresh, saved, options=options)
@@ -189,8 +187,7 @@ def test_interchange_with_fully_shard(world: World, use_orig_params: bool, kind:
 @ranks(2)
 def test_fully_shard_models_are_known_too(world: World) -> None:
     model = seeded(MLP)
-    for module in (*model.blocks, model):
-        fullshard.fully_shard(module)
+    shard_each(*model.blocks, model)
     stepped = optimizer_of(model, "AdamW")
     train(model, stepped, range(2), world.rank)
     saved, fresh = to_dict(model, stepped), optimizer_of(model, "AdamW")
