@@ -75,7 +75,7 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     for number in range(_WARM_UP + args.steps):
         torch.manual_seed(1000 + number + dist.get_rank())
         batch = torch.randn(args.tokens, args.width)
-        before = DiskFile.moved(), DiskWork.waited_seconds
+        before = DiskFile.transferred(), DiskWork.waited_seconds
         dist.barrier()
         began = time.perf_counter()
         loss = (model(batch) - batch.roll(1, 0)).square().mean()
@@ -85,7 +85,7 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
         losses.append(loss.item())
         if number >= _WARM_UP:
             seconds.append(time.perf_counter() - began)
-            moved = [after - earlier for after, earlier in zip(DiskFile.moved(), before[0], strict=True)]
+            moved = [after - earlier for after, earlier in zip(DiskFile.transferred(), before[0], strict=True)]
             waited = DiskWork.waited_seconds - before[1]
     found = hashlib.sha256(str(losses).encode())
     for param in model.parameters():

@@ -166,6 +166,8 @@ def _steps(steps: Results, cores: int) -> Iterator[str]:
         "round.\n"
     )
     for name, found in steps.items():
+        if found["ranks"] > cores:  # a step then mostly measures CPU time
+            continue
         contenders = found["contenders"]
         rounds = len(contenders["DDP"]["wall"])
         yield f"**{_described(name, found)}, {rounds} rounds**\n"
@@ -177,8 +179,6 @@ def _steps(steps: Results, cores: int) -> Iterator[str]:
                 row += [_ratio(ratio(contenders, what, each, base)) for base in ("DDP", "torch FSDP2")]
             rows.append(row)
         yield _table(rows, ["", "wall, ms", "/ DDP", "/ FSDP2", "CPU, ms", "/ DDP", "/ FSDP2"])
-        if found["ranks"] > cores:
-            yield "More ranks than cores: wall time is mostly CPU time, and waiting for ranks that do not run.\n"
 
 
 def _described(name: str, found: Any) -> str:
@@ -196,6 +196,8 @@ def _moves(steps: Results) -> Iterator[str]:
         "where gradients keep their memory, `zero_grad(set_to_none=False)`.\n"
     )
     for name, found in steps.items():
+        if name.startswith("compute"):  # the counts are in proportion to the parameters, as in the first model
+            continue
         yield f"**{_described(name, found)}**\n"
         rows, apart = [], []
         for each, values in found["contenders"].items():
@@ -268,14 +270,15 @@ def _host(found: Any) -> Iterator[str]:
         "must, with nothing around it.\n"
     )
     rows = []
-    for each in found:
+    ends = (found[0], found[-1]) if len(found) > 1 else found
+    for each in ends:
         for name in each["counts"][counts[0]]:
             cells = (each["counts"][count][name]["seconds"] for count in counts)
             rows.append([f"{each['ranks']:,}", name, *("{:.0f} ({:.0f}-{:.0f})".format(*_micro(c)) for c in cells)])
     yield _table(rows, ["W", "", *(f"n={count}" for count in counts)])
     yield "Calls of Python and C functions for each group in a step, which are the same in every run:\n"
     rows = []
-    for each in (found[0], found[-1]) if len(found) > 1 else found:
+    for each in ends:
         for name in each["counts"][counts[0]]:
             calls = (f"{each['counts'][count][name]['calls']:,.0f}" for count in counts)
             rows.append([f"{each['ranks']:,}", name, *calls])
@@ -297,16 +300,19 @@ def _launches(found: Any) -> Iterator[str]:
         "width 64 (*large*: 1,024).\n"
     )
     columns = ("launches", "kernels", "copied", "allocated", "synchronizations", "collectives", "sent")
-    rows = [
-        [str(each["ranks"]), str(count), name, *(f"{cost[column]:.2f}" for column in columns)]
-        for each in found
-        for count, costs in each["counts"].items()
-        for name, cost in costs.items()
-    ]
+    rows = list[list[str]]()
+    for each in found:
+        alike: dict[str, list[str]] = {}  # numbers of parameters with the same counts share a row
+        for count, costs in each["counts"].items():
+            alike.setdefault(repr(costs), []).append(str(count))
+            if len(counts := alike[repr(costs)]) > 1:
+                for row in rows[-len(costs) :]:
+                    row[1] = ", ".join(counts)
+                continue
+            for name, cost in costs.items():
+                rows.append([str(each["ranks"]), str(count), name, *(f"{cost[column]:.2f}" for column in columns)])
     shown = ("launches", "kernels", "copied, U", "allocated, U", "waits", "collectives", "sent, U")
     yield _table(rows, ["W", "n", "", *shown])
-    yield "The most of all these rows, beside the goals:\n"
-    yield _table(_judged({"launches": found}), ["what", "counted", "goal", ""])
 
 
 def _optimizer(found: Any) -> Iterator[str]:

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from tests.checkpoint.stores import s3_bucket
+from tests.checkpoint.stores import bucket_of
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_by_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
@@ -106,7 +106,7 @@ def main() -> None:
     if options.url:
         _report(measure_stores(options.url, options.weights, width, options.rounds), size)
         return
-    with s3_bucket() as bucket:
+    with bucket_of("moto") as bucket:
         _report(measure_stores(f"{bucket}/run", options.weights, width, options.rounds), size)
 
 

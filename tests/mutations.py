@@ -757,16 +757,16 @@ MUTATIONS = (
         "tests/optim/test_local_steps.py::test_steps_that_nobody_counts_are_refused",
     ),
     Mutation(
-        "optim/meeting.py",
+        "optim/synchronization.py",
         "Reduction(self._process_group.size())",
         "Reduction()",
         "tests/optim/test_local_steps.py::test_replicas_train_as_in_one_process",
     ),
     Mutation(
-        "optim/meeting.py",
+        "optim/synchronization.py",
         "        self._mark.wait()\n",
         "",
-        "tests/optim/test_local_steps.py::test_meetings_are_ordered_on_a_device",
+        "tests/optim/test_local_steps.py::test_synchronizations_are_ordered_on_a_device",
     ),
     Mutation(
         "checkpoint/contents.py",
@@ -964,7 +964,7 @@ MUTATIONS = (
     ),
     Mutation(
         "wrapper/flat.py",
-        "return grad if grad is None or self.home is None else self.part_in(grad)",
+        "return grad if grad is None or self.flat_module is None else self.part_in(grad)",
         "return grad",
         "tests/parity/test_wrapper_full_params.py::test_full_gradients_of_flat_parameters",
     ),
@@ -1109,7 +1109,7 @@ MUTATIONS = (
         "checkpoint/remote.py",
         "if name.startswith(_READING))",
         "if False)",
-        "tests/checkpoint/test_remote.py::test_what_is_read_is_not_removed",
+        "tests/checkpoint/test_beside_a_saver.py::test_what_is_read_is_removed_by_the_save_after",
     ),
     Mutation(
         "checkpoint/remote.py",

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import fullshard
 from fullshard.group.full_buffer import RELEASED
 from tests.harness import World, ranks
-from tests.harness.models import seeded
+from tests.harness.models import seeded, shard_each
 from tests.harness.wrapper import wrap
 from tests.test_bad_input_in_use import BATCH, sharded_mlp
 from tests.test_fully_shard import mlp, refused
@@ -39,9 +39,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def test_an_optimizer_built_before_sharding(world: World, kind: type[torch.optim.Optimizer]) -> None:
     model = mlp()
     optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
-    for block in model.blocks:
-        fullshard.fully_shard(block)
-    fullshard.fully_shard(model)
+    shard_each(*model.blocks, model)
     model(BATCH).sum().backward()
     words = (kind.__name__, "before fully_shard", "'scale'", "after sharding")
     refused(lambda _: optimizer.step(), RuntimeError, *words, torch_too=False)
@@ -158,9 +156,7 @@ def test_hidden_outputs_inside_a_model(world: World, prefetch: int) -> None:
     model, plain = (
         seeded(lambda: nn.Sequential(*(Shaped(Hidden) for _ in range(4)), Shaped(Tensor.sum))) for _ in range(2)
     )
-    for block in model:
-        fullshard.fully_shard(block)
-    fullshard.fully_shard(model)
+    shard_each(*model, model)
     model.set_prefetch_limit(prefetch)
     for each in (model, plain):
         each(BATCH).backward()

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 
 import fullshard
 from tests.harness import World, ranks
-from tests.harness.models import MLP, seeded
+from tests.harness.models import MLP, seeded, shard_each
 from tests.test_fully_shard import mlp, refused
 
 BATCH = torch.ones(2, 6)
@@ -107,9 +107,7 @@ def other_placements(rank: int) -> None:
 
 def other_groups(rank: int) -> None:
     model = mlp()
-    for block in model.blocks[: 1 + rank]:
-        fullshard.fully_shard(block)
-    fullshard.fully_shard(model)
+    shard_each(*model.blocks[: 1 + rank], model)
 
 
 def other_order(rank: int) -> None:

@@ -23,6 +23,7 @@ import fullshard
 from fullshard.torch_private import CAN_SWAP_MEMORY
 from tests.fully_shard.cases import EXCHANGED, groups_of
 from tests.harness import World, ranks
+from tests.harness.models import shard_each
 
 SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
 #: Lines of the engine: what a change of how training works has to read.
@@ -118,9 +119,7 @@ def test_a_step_moves_no_more_bytes(world: World, transport: str) -> None:
 def test_a_gather_takes_no_more_calls(world: World, transport: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
-    for layer in model:
-        fullshard.fully_shard(layer)
-    fullshard.fully_shard(model)
+    shard_each(*model, model)
     for _ in range(3):
         model(torch.ones(2, 512)).sum().backward()
     group = groups_of(model[1])[0]
@@ -184,9 +183,7 @@ class Walk:
 def test_a_reader_of_a_step_has_no_more_to_follow(world: World) -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)) for _ in range(4)])
     first, steady = Walk(), Walk()
-    for block in model:
-        fullshard.fully_shard(block)
-    fullshard.fully_shard(model)
+    shard_each(*model, model)
     optimizer = torch.optim.AdamW(model.parameters())
     for number in range(5):
         with first if number == 0 else steady if number == 4 else nullcontext():

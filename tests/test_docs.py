@@ -44,7 +44,7 @@ _SLOW = (
     "Tied parameters",
     "torch.compile",
     "Estimate the time of a step",
-    "Meet every so many steps",
+    "Synchronize every few steps",
     "Save and resume",
 )
 _HEADING = re.compile(r"(#+) (.*)")

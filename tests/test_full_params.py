@@ -14,7 +14,7 @@ import fullshard
 from tests.fully_shard.cases import Twins, are_sharded, assert_close, inputs, kinds, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, kept, whole
-from tests.harness.models import MLP, MixedDtypes, OddParameters, Transformer, seeded
+from tests.harness.models import MLP, MixedDtypes, OddParameters, Transformer, seeded, shard_each
 
 SWITCHES = ("recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads")
 
@@ -126,8 +126,7 @@ def test_it_shows_hybrid_parameters(world: World, rank0_only: bool) -> None:
 @ranks(2)
 def test_tied_parameters_are_one_parameter_inside(world: World) -> None:
     model = seeded(lambda: Transformer(tied=True))
-    for module in (model.tokens, *model.blocks, model.head, model):
-        fullshard.fully_shard(module)
+    shard_each(model.tokens, *model.blocks, model.head, model)
     with fullshard.summon_full_params(model):
         assert model.head.weight is model.tokens.weight
         assert not isinstance(model.head.weight, DTensor)

@@ -202,7 +202,7 @@ fullshard.patch()
 print(state_dict.FSDP.torch_class.__module__)
 """
     packages = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed._composable.fsdp")
-    optional = ("wrapper", "checkpoint", "report", "rehearsal", "testing", "optim.local_steps", "optim.meeting")
+    optional = ("wrapper", "checkpoint", "report", "rehearsal", "testing", "optim.local_steps", "optim.synchronization")
     packages += tuple(f"fullshard.{name}" for name in optional)
     assert run_alone(code.format(packages)) == "[]\ntorch.distributed.fsdp.fully_sharded_data_parallel"
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import MixedPrecisionPolicy, ShardPlacementResult, WirePolicy, fully_shard, fully_shard_blocks
-from fullshard.members import kept_apart
+from fullshard.members import attribute_parameters
 from fullshard.policies import Shard
 from fullshard.wrap import ModuleWrapPolicy
 from tests.harness import World, ranks
@@ -175,4 +175,4 @@ def test_a_conversion_that_fails_leaves_a_model_that_can_be_used(world: World) -
 def test_parameters_in_attributes_are_found_with_their_path() -> None:
     linear = nn.Linear(2, 2)
     linear.kept = {"a": [linear.weight]}  # type: ignore[assignment]
-    assert kept_apart(linear) == [(("kept", "a", 0), linear.weight)]
+    assert attribute_parameters(linear) == [(("kept", "a", 0), linear.weight)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fullshard
 from tests.fully_shard.cases import environment
 from tests.harness import World, ranks
-from tests.harness.models import seeded
+from tests.harness.models import seeded, shard_each
 
 
 class Tower(nn.Module):
@@ -55,9 +55,7 @@ def sharded(front_end: str) -> Any:
     model = seeded(TwoTowers)
     if front_end == "fully_shard":
         for tower in (model.text, model.vision):
-            for layer in tower.layers:
-                fullshard.fully_shard(layer)
-            fullshard.fully_shard(tower)
+            shard_each(*tower.layers, tower)
         return fullshard.fully_shard(model)
     for tower in (model.text, model.vision):
         for index, layer in enumerate(tower.layers):
@@ -115,9 +113,7 @@ def test_experts_on_hidden_states_train_as_unsharded(world: World, dtype: torch.
     with environment(FULLSHARD_TRANSPORT=transport):
         policy = fullshard.MixedPrecisionPolicy(param_dtype=dtype)
         for expert in model.experts:
-            for layer in expert.layers:
-                fullshard.fully_shard(layer, mp_policy=policy)
-            fullshard.fully_shard(expert, mp_policy=policy)
+            shard_each(*expert.layers, expert, mp_policy=policy)
         fullshard.fully_shard(model, mp_policy=policy)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
     for step in range(3):

@@ -17,6 +17,7 @@ from torch import nn
 import fullshard
 from tests import test_raw_errors as raw
 from tests.harness import World, ranks
+from tests.harness.models import shard_each
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "how-to" / "troubleshooting.md"
@@ -33,9 +34,7 @@ class Keeps(nn.Linear):
 
 def keeper() -> Any:
     model = nn.Sequential(*(Keeps(4, 4) for _ in range(4)))
-    for block in model:
-        fullshard.fully_shard(block)
-    return fullshard.fully_shard(model)
+    return shard_each(*model, model)
 
 
 def use_what_forward_left() -> None:

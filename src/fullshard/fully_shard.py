@@ -36,9 +36,9 @@ from fullshard.group.parameter import ShardedParameter
 from fullshard.group.verify import verify_parameters
 from fullshard.members import (
     Found,
+    attribute_parameters,
     check_modules,
     free_parameters,
-    kept_apart,
     managed_modules,
     root_modules,
     swapped_class,
@@ -379,18 +379,18 @@ def _check_parameters(params: Found, data: DataMesh | None, device: torch.device
 
 def _keep_batch_norm(policy: MixedPrecisionPolicy, params: Found) -> MixedPrecisionPolicy:
     """A policy with which batch norms compute in the dtype of their running statistics, as their kernels demand."""
-    kept = {
+    own_dtype = {
         id(param)
         for param, locations in params.items()
         for statistics in (getattr(at.module, "running_mean", None) for at in locations)
         if isinstance(locations[0].module, BatchNorm) and statistics is not None
         if statistics.dtype == param.dtype != policy.param_dtype
     }
-    if policy.param_dtype is None or not kept:
+    if policy.param_dtype is None or not own_dtype:
         return policy
     chosen = policy.param_dtype_override_fn or (lambda param: None)
     return replace(
-        policy, param_dtype_override_fn=lambda param: chosen(param) or (param.dtype if id(param) in kept else None)
+        policy, param_dtype_override_fn=lambda param: chosen(param) or (param.dtype if id(param) in own_dtype else None)
     )
 
 
@@ -430,7 +430,7 @@ def borrow(unit: Unit) -> None:
             inner = [found for each in module.out_proj.modules() if (found := unit_of(each)) not in (None, unit)]
             unit.borrowed += [group for each in dict.fromkeys(inner) for group in each.groups]
         registered: list[tuple[str | tuple[Any, ...], Any]] = list(module._parameters.items())
-        for where, param in [*registered, *kept_apart(module)]:
+        for where, param in [*registered, *attribute_parameters(module)]:
             if (owner := owner_of(param)) is None:
                 continue
             group, index = owner

@@ -110,7 +110,7 @@ def check_modules(roots: Sequence[nn.Module], managed: Iterable[nn.Module]) -> N
                 f"a {type(module).__name__} keeps its parameters in a {type(module._parameters).__name__}, where they "
                 f"cannot be replaced: shard the model before torch.jit.script or torch.jit.trace"
             )
-        for param in [*module._parameters.values(), *(param for _, param in kept_apart(module))]:
+        for param in [*module._parameters.values(), *(param for _, param in attribute_parameters(module))]:
             group, index = owner_of(param) or (None, 0)
             if group is not None and any(inner in roots for outer in group.modules for inner in outer.modules()):
                 raise ValueError(
@@ -120,7 +120,7 @@ def check_modules(roots: Sequence[nn.Module], managed: Iterable[nn.Module]) -> N
                 )
 
 
-def kept_apart(module: nn.Module) -> list[tuple[tuple[Any, ...], nn.Parameter]]:
+def attribute_parameters(module: nn.Module) -> list[tuple[tuple[Any, ...], nn.Parameter]]:
     """The parameters that a module keeps in attributes, or in lists, deques, dicts and tuples there, as ``nn.LSTM``
     does; each with the path of keys that leads to it. Raises ValueError if one is in a tuple, where it cannot be
     replaced."""
@@ -128,7 +128,7 @@ def kept_apart(module: nn.Module) -> list[tuple[tuple[Any, ...], nn.Parameter]]:
     waiting: list[tuple[tuple[Any, ...], Any]] = [
         ((name,), value) for name, value in module.__dict__.items() if name not in _OF_MODULES
     ]
-    met: set[int] = set()
+    seen: set[int] = set()
     for path, value in waiting:
         if isinstance(value, nn.Parameter):
             found.append((path, value))
@@ -137,8 +137,8 @@ def kept_apart(module: nn.Module) -> list[tuple[tuple[Any, ...], nn.Parameter]]:
                 f"a {type(module).__name__} keeps parameters in a tuple, its attribute '{path[0]}', where they cannot "
                 f"be replaced by sharded and unsharded ones: keep them in a list"
             )
-        elif isinstance(value, (MutableSequence, dict, tuple)) and id(value) not in met:
-            met.add(id(value))
+        elif isinstance(value, (MutableSequence, dict, tuple)) and id(value) not in seen:
+            seen.add(id(value))
             items = value.items() if isinstance(value, dict) else enumerate(value)
             waiting += [((*path, key), each) for key, each in items]
     return found

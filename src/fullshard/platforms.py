@@ -39,7 +39,7 @@ libc: Any = _loaded_library()
 linux: Any = os
 resource: Any = _module("resource")
 _fcntl: Any = _module("fcntl")
-_moving = threading.Lock()  # where reads and writes use the one position of a file
+_seeking = threading.Lock()  # where reads and writes use the one position of a file
 
 
 def after_fork(in_child: Callable[[], object], before: Callable[[], object] = lambda: None) -> None:
@@ -65,7 +65,7 @@ def read_at(file: int, block: memoryview, start: int) -> int:
     """Fills ``block`` with the bytes of a file from ``start`` on, and returns how many were read: fewer at its end."""
     if hasattr(os, "preadv"):
         return os.preadv(file, [block], start)
-    with _moving:
+    with _seeking:
         os.lseek(file, start, os.SEEK_SET)
         data = os.read(file, len(block))
     block[: len(data)] = data
@@ -76,7 +76,7 @@ def write_at(file: int, block: memoryview, start: int) -> int:
     """Writes ``block`` to a file from ``start`` on, and returns how many bytes were written."""
     if hasattr(os, "pwritev"):
         return os.pwritev(file, [block], start)
-    with _moving:
+    with _seeking:
         os.lseek(file, start, os.SEEK_SET)
         return os.write(file, block)
 

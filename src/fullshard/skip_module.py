@@ -32,7 +32,7 @@ class _Zeros(torch.autograd.Function):
         return grads[0], *map(torch.zeros_like, ctx.params)
 
 
-class _Join(torch.autograd.Function):
+class _ShareBackward(torch.autograd.Function):
     """Returns the first of two tensors, as a copy. Its backward runs the backward of both."""
 
     @staticmethod
@@ -90,8 +90,8 @@ def skip_module(module: nn.Module, tensor: torch.Tensor, *, input_has_gradient: 
             f"skip_module({type(module).__name__}) must be called in the forward of the root, where other ranks call it"
         )
     token = torch.zeros((), device=tensor.device, requires_grad=input_has_gradient and torch.is_grad_enabled())
-    joined: torch.Tensor = _Join.apply(tensor, _skip(module, token))  # type: ignore[no-untyped-call]
-    return joined
+    shared: torch.Tensor = _ShareBackward.apply(tensor, _skip(module, token))  # type: ignore[no-untyped-call]
+    return shared
 
 
 def _skip(module: nn.Module, token: torch.Tensor) -> torch.Tensor:

@@ -187,7 +187,7 @@ def _flat_tensors(tree: Any) -> tuple[Tensor, ...] | None:
     return tree if is_flat else None
 
 
-class _Kind(NamedTuple):
+class _ContainerKind(NamedTuple):
     """How containers of one class are taken apart and rebuilt.
 
     ``open`` returns the values inside, and a context for ``build``. With ``fills``, ``build`` fills an empty object of
@@ -299,14 +299,14 @@ def _places(node: Any) -> list[tuple[Callable[[Any, Any], Any], Callable[[Any, A
     return places + [(reads, writes, name, value) for name, value in _attributes(node)]
 
 
-def _kind(cls: type) -> _Kind | None:
+def _kind(cls: type) -> _ContainerKind | None:
     """The kind of a class; ``None`` for a leaf. Registered classes are looked up each time, because users may
     register more."""
     return _BUILTIN_KINDS.get(cls) or (_REGISTERED if cls in PYTREE_NODES else _derived_kind(cls))
 
 
 @lru_cache(maxsize=1024)
-def _derived_kind(cls: type) -> _Kind | None:
+def _derived_kind(cls: type) -> _ContainerKind | None:
     if issubclass(cls, PackedSequence):
         return _PACKED
     if issubclass(cls, tuple):
@@ -315,22 +315,20 @@ def _derived_kind(cls: type) -> _Kind | None:
     return _OBJECT if is_object and not issubclass(cls, nn.Module) else None
 
 
+_APPENDS: dict[Any, Callable[[Any, Any], None]] = {list.__setitem__: list.append, deque.__setitem__: deque.append}
+
+
 def _open_object(node: Any) -> tuple[Iterable[Any], Any]:
-    """The items of a list or dict, then the attributes; for each a function that sets it in an empty object. Methods
-    that the class overrides are not called, so that it reads the stored values."""
-    slots: list[tuple[Callable[[Any, Any, Any], None], Any, Any]] = []
-    if isinstance(node, list):
-        slots += [(list.insert, index, value) for index, value in enumerate(list.__iter__(node))]
-    elif isinstance(node, dict):
-        base: Any = OrderedDict if isinstance(node, OrderedDict) else dict
-        slots += [(base.__setitem__, key, value) for key, value in base.items(node)]
-    slots += [(object.__setattr__, name, value) for name, value in _attributes(node)]  # of frozen dataclasses too
-    return [value for _, _, value in slots], slots
+    """The items of a list or dict, then the attributes, with their places. Methods that the class overrides are not
+    called, so that it reads the stored values."""
+    places = _places(node)
+    return [value for *_, value in places], places
 
 
-def _fill_object(blank: Any, new: list[Any], slots: Any) -> Any:
-    for (setter, key, _), value in zip(slots, new, strict=True):
-        setter(blank, key, value)
+def _fill_object(blank: Any, new: list[Any], places: Any) -> Any:
+    for (_, write, key, _), value in zip(places, new, strict=True):
+        append = _APPENDS.get(write)
+        append(blank, value) if append else write(blank, key, value)  # also an attribute of a frozen dataclass
     return blank
 
 
@@ -371,18 +369,20 @@ def _build_tuple(node: Any, new: list[Any], context: Any) -> Any:
     return copy
 
 
-_OBJECT = _Kind(_open_object, _fill_object, fills=True)
-_TUPLE = _Kind(lambda node: (node, None), _build_tuple)
-_PACKED = _Kind(
+_OBJECT = _ContainerKind(_open_object, _fill_object, fills=True)
+_TUPLE = _ContainerKind(lambda node: (node, None), _build_tuple)
+_PACKED = _ContainerKind(
     lambda node: ((node.data, node.sorted_indices, node.unsorted_indices), node.batch_sizes),
     lambda node, new, batch_sizes: type(node)(new[0], batch_sizes, *new[1:]),
 )
-_REGISTERED = _Kind(
+_REGISTERED = _ContainerKind(
     lambda node: PYTREE_NODES[type(node)].flatten_fn(node),
     lambda node, new, context: PYTREE_NODES[type(node)].unflatten_fn(new, context),
 )
-_BUILTIN_KINDS: dict[type, _Kind] = {
+_BUILTIN_KINDS: dict[type, _ContainerKind] = {
     tuple: _TUPLE,
-    dict: _Kind(lambda node: (node.values(), [(dict.__setitem__, key, None) for key in node]), _fill_object, True),
+    dict: _ContainerKind(
+        lambda node: (node.values(), [(0, dict.__setitem__, key, 0) for key in node]), _fill_object, True
+    ),
     **dict.fromkeys((list, OrderedDict, defaultdict), _OBJECT),
 }

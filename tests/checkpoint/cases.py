@@ -1,8 +1,10 @@
-"""What the tests of optimizer state share: wrapped models of either library, optimizers by name, comparison."""
+"""What the tests of checkpoints and optimizer state share: wrapped models, optimizers by name, damage, comparison."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard import checkpoint
+from fullshard.checkpoint.blocks import checksum
 from fullshard.wrapper import settings
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
 from fullshard.wrapper.optim_methods import OptimStateMethods
@@ -68,6 +71,33 @@ def save_at(*given: Any, **options: Any) -> Path:
     return path
 
 
+def flip(path: Path, at: int) -> None:
+    """Flip a bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << (at % 8)
+    path.write_bytes(data)
+
+
+def rewrite_manifest(path: Path, change: Callable[[Any], Any]) -> None:
+    """Let a checkpoint's manifest say something else, with the checksum that fits."""
+    fields = json.loads((path / "manifest.json").read_text())["manifest"]
+    change(fields)
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    (path / "manifest.json").write_bytes(b'{"checksum": "%s", "manifest": %s}\n' % (checksum(text).encode(), text))
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """Mount a file system of 4 MiB on a folder."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a small file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
 def optimizer_of(model: nn.Module, name: str) -> Optimizer:
     cls, options = OPTIMIZERS[name]
     return cls(model.parameters(), **options)
@@ -83,6 +113,13 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range, rank: int = 0) -
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def with_optimizer(model: Any, name: str, steps: int = 0, rank: int = 0) -> tuple[Any, Optimizer]:
+    """A model and an optimizer of its parameters, after some steps."""
+    optimizer = optimizer_of(model, name)
+    train(model, optimizer, range(steps), rank)
+    return model, optimizer
 
 
 def choose(library: SimpleNamespace, model: nn.Module, kind: str, **config: bool) -> None:

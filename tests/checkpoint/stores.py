@@ -176,11 +176,16 @@ def web_server(directory: Path) -> Iterator[str]:
         server.shutdown()
 
 
-#: Servers on this machine that `make test-all` installs: how each is started (``{port}``, ``{folder}``), the URL of a
-#: bucket, and what fsspec has to know.
+#: Servers on this machine, of which `make test-all` installs all but moto: how each is started (``{port}``,
+#: ``{folder}``), the URL of a bucket, and what fsspec has to know.
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # Azurite's own
 _NPM = Path(sys.prefix) / "stores" / "node_modules" / ".bin"
 SERVERS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "moto": (
+        f"{sys.executable} -m moto.server -H 127.0.0.1 -p {{port}}",
+        "s3://bucket",
+        {"endpoint_url": "http://127.0.0.1:{port}", "key": "user", "secret": "password"},
+    ),
     "s3rver": (
         f"{_NPM}/s3rver -d {{folder}} -p {{port}} --configure-bucket bucket",
         "s3://bucket",
@@ -204,13 +209,14 @@ SERVERS: dict[str, tuple[str, str, dict[str, str]]] = {
 
 
 @contextmanager
-def bucket_of(name: str, folder: Path) -> Iterator[str]:
+def bucket_of(name: str, folder: Path = Path()) -> Iterator[str]:
     """A bucket of one of :data:`SERVERS`, as a URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # it asks for what the emulator does not have
     command, url, options = SERVERS[name]
-    server = subprocess.Popen(command.format(port=port, folder=folder).split(), stdout=subprocess.DEVNULL)
+    program, silent = command.format(port=port, folder=folder).split(), subprocess.DEVNULL
+    server = subprocess.Popen(program, stdout=silent, stderr=silent)
     protocol = url.partition(":")[0]
     access = {key: value.replace("{port}", str(port)) for key, value in options.items()}
     fsspec.config.conf[protocol] = access
@@ -227,32 +233,3 @@ def bucket_of(name: str, folder: Path) -> Iterator[str]:
         fsspec.filesystem(protocol, **access).clear_instance_cache()
         server.terminate()
         server.wait()
-
-
-@contextmanager
-def s3_server() -> Iterator[str]:
-    """An S3 server on this machine (moto); gives its address."""
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        assert server.stdout is not None
-        address = next(line.split()[-1] for line in server.stdout if "Running on http" in line)
-        threading.Thread(target=server.stdout.read, daemon=True).start()  # a full pipe would stop it
-        yield address
-    finally:
-        server.terminate()
-        server.wait()
-
-
-@contextmanager
-def s3_bucket() -> Iterator[str]:
-    """A bucket of a server on this machine, as a URL."""
-    with s3_server() as address:
-        access = {"endpoint_url": address, "key": "user", "secret": "password"}
-        fsspec.config.conf["s3"] = access
-        try:
-            fsspec.filesystem("s3").mkdir("bucket")
-            yield "s3://bucket"
-        finally:
-            del fsspec.config.conf["s3"]
-            fsspec.filesystem("s3", **access).clear_instance_cache()

@@ -25,7 +25,7 @@ from fullshard.checkpoint.blocks import BlockWriter
 from fullshard.checkpoint.local import LocalPartial
 from fullshard.checkpoint.ranks import PeerFailure
 from tests.checkpoint import stores
-from tests.checkpoint.cases import assert_same, optimizer_of, train
+from tests.checkpoint.cases import assert_same, optimizer_of, train, with_optimizer
 from tests.checkpoint.test_save import APIS, sharded
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
@@ -35,9 +35,7 @@ from tests.harness.slow import slow, some
 @ranks(2)
 @pytest.mark.parametrize("api", some(APIS, ("fully_shard", "flat")))
 def test_training_goes_on_while_what_was_is_written(world: World, tmp_path: Path, api: str) -> None:
-    model = sharded(api)
-    optimizer = optimizer_of(model, "AdamW")
-    train(model, optimizer, range(2), world.rank)
+    model, optimizer = with_optimizer(sharded(api), "AdamW", 2, world.rank)
     go_on, before = threading.Event(), BlockWriter.close
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BlockWriter, "close", lambda self: (go_on.wait(60), before(self))[1])
@@ -47,8 +45,7 @@ def test_training_goes_on_while_what_was_is_written(world: World, tmp_path: Path
         go_on.set()
         assert checkpoint.wait_until_finished() == tmp_path / "step-00000002"
     assert checkpoint.wait_until_finished() is None
-    other = sharded(api)
-    fresh = optimizer_of(other, "AdamW")
+    other, fresh = with_optimizer(sharded(api), "AdamW")
     assert checkpoint.load(tmp_path, other, fresh) == {"step": 2}
     assert train(other, fresh, range(2, 5), world.rank) == losses
 
@@ -217,8 +214,7 @@ def test_saves_without_a_step_that_are_under_way_get_different_steps(tmp_path: P
 @ranks(2)
 @pytest.mark.parametrize("late", [1, *slow(0)])
 def test_ranks_save_twice_and_train_while_one_of_them_is_slow(world: World, tmp_path: Path, late: int) -> None:
-    model = sharded("fully_shard")
-    optimizer = optimizer_of(model, "AdamW")
+    model, optimizer = with_optimizer(sharded("fully_shard"), "AdamW")
     url, expected = f"faulty://{tmp_path}/run", {}
     with held() as go_on:
         if world.rank != late:
@@ -368,8 +364,7 @@ def test_a_budget_that_is_no_size_is_refused(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_ranks_that_are_told_to_end_save_after_the_same_step(world: World, tmp_path: Path) -> None:
-    model = sharded("fully_shard")
-    optimizer = optimizer_of(model, "SGD")
+    model, optimizer = with_optimizer(sharded("fully_shard"), "SGD")
     with checkpoint.PreemptionHandler(grace_period=300) as preempted:
         assert preempted.seconds_left is None
         for step in range(100):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fullshard import checkpoint
 from fullshard.checkpoint.local import LocalStorage
 from fullshard.cli import main
+from tests.checkpoint import stores  # noqa: F401  (makes faulty:// known)
 from tests.checkpoint.test_faults import Filled, assert_holds, filled
 from tests.harness import World, ranks
 
@@ -92,15 +93,17 @@ def test_a_listing_that_is_old_when_it_is_used_is_made_again(world: World, tmp_p
         assert checkpoint.load(saves, model) == {"step": 2}
 
 
-def test_what_is_read_is_removed_by_the_save_after(tmp_path: Path) -> None:
-    fill_and_save(tmp_path, 1)
-    read = checkpoint.latest(tmp_path)
+@pytest.mark.parametrize("place", ["{}/saves", "faulty://{}/saves"])
+def test_what_is_read_is_removed_by_the_save_after(tmp_path: Path, place: str) -> None:
+    folder: Any = place.format(tmp_path)
+    fill_and_save(folder, 1)
+    read = checkpoint.latest(folder)
     assert read is not None
-    fill_and_save(tmp_path, 2, keep_last=1)
+    fill_and_save(folder, 2, keep_last=1)
     assert_holds(read, 1)
     read.close()
-    fill_and_save(tmp_path, 3, keep_last=1)
-    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step-00000003"]
+    fill_and_save(folder, 3, keep_last=1)
+    assert [path.name for path in checkpoint.list_checkpoints(folder)] == ["step-00000003"]
 
 
 def test_what_nobody_holds_any_more_is_not_kept(tmp_path: Path) -> None:

@@ -13,13 +13,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-import fullshard
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint, CheckpointError
 from tests.checkpoint.cases import train
 from tests.checkpoint.test_save import APIS, run, sharded
 from tests.harness import RankPool, World, ranks
-from tests.harness.models import MLP, seeded
+from tests.harness.models import MLP, seeded, shard_each
 from tests.harness.slow import slow, some
 
 WIDTH = 128
@@ -127,9 +126,7 @@ def of_torchao(kind: str, seed: int) -> Any:
         model = convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "2")
     elif kind == "int8":
         model = convert(model, kind)
-    for layer in model:
-        fullshard.fully_shard(layer)
-    fullshard.fully_shard(model)
+    shard_each(*model, model)
     return model
 
 

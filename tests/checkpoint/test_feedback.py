@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-import fullshard
 from fullshard import WirePolicy, checkpoint
 from fullshard.checkpoint.contents import Contents, Parameters
 from fullshard.checkpoint.feedback import collect_feedback
@@ -21,7 +20,7 @@ from fullshard.schedule.unit import units_in
 from tests.checkpoint.test_save import run
 from tests.harness import RankPool, World, ranks
 from tests.harness.compare import whole
-from tests.harness.models import MLP, seeded
+from tests.harness.models import MLP, seeded, shard_each
 from tests.harness.slow import slow
 
 WIDTHS = (40, 33, 24)  # of 33 rows the last rank has fewer
@@ -33,8 +32,7 @@ Sharding = dict[str, Any]
 def sharded(transport: str = "p2p", wire: WirePolicy = WIRE, **options: Any) -> Any:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     model: Any = seeded(lambda: MLP(WIDTHS))
-    for module in (*model.blocks, model):
-        fullshard.fully_shard(module, wire_policy=wire, **options)
+    shard_each(*model.blocks, model, wire_policy=wire, **options)
     return model
 
 

@@ -17,17 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import fullshard
 from fullshard import checkpoint
 from fullshard.checkpoint import CheckpointError, remote
 from fullshard.checkpoint.compare import compare
-from fullshard.checkpoint.manifest import Kind
+from fullshard.checkpoint.manifest import TensorKind
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
 from tests.checkpoint import stores  # noqa: F401  (makes faulty:// known)
 from tests.checkpoint.cases import CPU, quiet
 from tests.checkpoint.test_save import APIS, run
 from tests.harness import RankPool, World
-from tests.harness.models import seeded
+from tests.harness.models import seeded, shard_each
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "checkpoints.md"
 OF_TORCH = sorted(
@@ -56,9 +55,7 @@ def build() -> nn.Sequential:
 def sharded(api: str, seed: int) -> Any:
     model: Any = seeded(build, seed)
     if api == "fully_shard":
-        for layer in model:
-            fullshard.fully_shard(layer)
-        return fullshard.fully_shard(model)
+        return shard_each(*model, model)
     how: dict[str, Any] = {"device_id": CPU, "use_orig_params": api == "fragments"}
     with quiet():
         for at, layer in enumerate(model):
@@ -244,5 +241,5 @@ def test_adafactor_goes_on_from_parts_that_a_store_has_split(rank_pool: RankPool
 def test_parts_that_are_the_halves_of_those_that_were_saved_are_different_parts() -> None:
     """A store has split each rank's two rows into single rows, as four ranks would have them."""
     pieces = [(f"__{row // 2}_{row}.distcp", 32, 0, (row, 0), (1, 8)) for row in range(4)]
-    kind = Kind(torch.float32, (4, 8), pieces, [[0]] * 4)
+    kind = TensorKind(torch.float32, (4, 8), pieces, [[0]] * 4)
     assert kind.parts() == {((0, 0), (2, 8)), ((2, 0), (2, 8))}

@@ -150,13 +150,13 @@ def test_each_rank_reads_only_its_part(
     (file,) = (path for path in folder.iterdir() if path.name in ("model.safetensors", "pytorch_model.bin"))
     model = sharded(api, partial(seeded, Wide, 5))
     measured: list[int] = []
-    close = pretrained._Files.close
+    close = pretrained._PretrainedFiles.close
 
     def measure(files: Any) -> None:
         measured.append(resident(file))
         close(files)
 
-    monkeypatch.setattr(pretrained._Files, "close", measure)
+    monkeypatch.setattr(pretrained._PretrainedFiles, "close", measure)
     checkpoint.load_pretrained(model, folder)
     (read,) = measured
     half = file.stat().st_size / 2

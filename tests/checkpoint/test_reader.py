@@ -11,7 +11,7 @@ import torch
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint, CheckpointError, latest
 from fullshard.checkpoint.blocks import BLOCK
-from tests.checkpoint.test_faults import flip
+from tests.checkpoint.cases import flip
 
 #: Elements of fp32 of three blocks and a half.
 NUMEL = 7 * BLOCK // 8

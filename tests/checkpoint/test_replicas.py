@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,8 +29,8 @@ from fullshard.checkpoint.blocks import BLOCK
 from fullshard.checkpoint.fetch import ASK, Replica
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.replicas import Hosts
-from tests.checkpoint.cases import optimizer_of, train
-from tests.checkpoint.test_faults import CALLS, assert_holds, filled, flip, killed_at
+from tests.checkpoint.cases import flip, small_disk, train, with_optimizer
+from tests.checkpoint.test_faults import CALLS, assert_holds, filled, killed_at
 from tests.checkpoint.test_save import run, sharded
 from tests.harness import RankPool, World, failure_report, ranks
 from tests.harness.models import MLP, seeded
@@ -67,9 +66,7 @@ def log_of_load() -> Iterator[list[str]]:
 
 def train_and_die(world: World, folder: Path, hosts: int, victim: int | None) -> None:
     """Saves step 1 on the disk, step 2 in memory, writes down what follows, and loses a rank."""
-    model = sharded("fully_shard")
-    optimizer = optimizer_of(model, "AdamW")
-    train(model, optimizer, range(1))
+    model, optimizer = with_optimizer(sharded("fully_shard"), "AdamW", 1)
     checkpoint.save(folder, model, optimizer, step=1, state={"note": [world.rank]})
     train(model, optimizer, range(1, 2))
     note = [10 + world.rank]
@@ -86,8 +83,7 @@ def train_and_die(world: World, folder: Path, hosts: int, victim: int | None) ->
 
 
 def load_and_go_on(world: World, folder: Path, hosts: int) -> tuple[Any, list[float], list[str], list[str]]:
-    model = sharded("fully_shard")
-    optimizer = optimizer_of(model, "AdamW")
+    model, optimizer = with_optimizer(sharded("fully_shard"), "AdamW")
     with log_of_load() as lines, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         found = checkpoint.load(folder, model, optimizer, replicas=replicas_of(folder, hosts))
@@ -302,18 +298,11 @@ def save_to_full_memory(world: World, folder: Path, memory: Path) -> tuple[str, 
 def test_full_memory_is_warned_of_and_changes_nothing(rank_pool: RankPool, tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(memory)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("no right to mount a small file system")
-    try:
+    with small_disk(memory):
         for told, found in run(rank_pool, save_to_full_memory, 2, tmp_path, memory):
             assert "rank 1" in told
             assert "No space left on device" in told
             assert found == {"step": 4}
-    finally:
-        subprocess.run(["umount", str(memory)], check=True)
 
 
 def save_replicas_until_killed(world: World, folder: Path, victim: int, moment: int, wait: bool) -> None:

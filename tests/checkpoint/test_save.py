@@ -27,10 +27,10 @@ import fullshard
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint, CheckpointError
 from fullshard.text import bytes_text
-from tests.checkpoint.cases import assert_same, optimizer_of, quiet, save_at, train, wrapped
+from tests.checkpoint.cases import assert_same, optimizer_of, quiet, save_at, train, with_optimizer, wrapped
 from tests.checkpoint.state_dicts import Net
 from tests.harness import RankPool, World, failure_report, ranks
-from tests.harness.models import MLP, MixedDtypes, OddParameters, Transformer, seeded, split_over
+from tests.harness.models import MLP, MixedDtypes, OddParameters, Transformer, seeded, shard_each, split_over
 from tests.harness.slow import slow, some
 
 APIS = ("fully_shard", "flat", "fragments")
@@ -42,8 +42,7 @@ def sharded(api: str, build: Callable[[], Any] = MLP, **options: Any) -> Any:
     if api != "fully_shard":
         return wrapped(build=build, use_orig_params=api == "fragments", **options)
     model = seeded(build)
-    for module in (*model.blocks, model):
-        fullshard.fully_shard(module, **options)
+    shard_each(*model.blocks, model, **options)
     return model
 
 
@@ -62,16 +61,13 @@ class Position:
 
 
 def save_and_go_on(world: World, folder: Path, api: str, optimizer: str) -> list[float]:
-    model = sharded(api)
-    stepped = optimizer_of(model, optimizer)
-    train(model, stepped, range(2))
+    model, stepped = with_optimizer(sharded(api), optimizer, 2)
     checkpoint.save(folder, model, stepped, step=2)
     return train(model, stepped, range(2, 5))
 
 
 def load_and_go_on(world: World, folder: Path, api: str, optimizer: str) -> list[float]:
-    model = sharded(api)
-    fresh = optimizer_of(model, optimizer)
+    model, fresh = with_optimizer(sharded(api), optimizer)
     train(model, fresh, range(7, 8))  # other values, in shards and states to read into
     found = checkpoint.load(folder, model, fresh)
     assert found == {"step": 2}
@@ -104,13 +100,11 @@ def test_models_with_everything_come_back_bit_for_bit(
 ) -> None:
     if api == "flat" and build is OddParameters:
         pytest.skip("frozen and trained parameters in one flat parameter")
-    model = sharded(api, build)
-    optimizer = optimizer_of(model, "AdamW")
+    model, optimizer = with_optimizer(sharded(api, build), "AdamW")
     train(model, optimizer, range(2))  # the same batch everywhere: statistics are those of all ranks
     checkpoint.save(tmp_path, model, optimizer)
     expected = get_state_dict(model, optimizer)
-    other = sharded(api, lambda: seeded(build, 5))
-    fresh = optimizer_of(other, "AdamW")
+    other, fresh = with_optimizer(sharded(api, lambda: seeded(build, 5)), "AdamW")
     checkpoint.load(tmp_path, other, fresh)
     assert_same(get_state_dict(other, fresh), expected)
     steps = range(2, 4)
@@ -120,14 +114,10 @@ def test_models_with_everything_come_back_bit_for_bit(
 @ranks(2)
 @pytest.mark.parametrize("api", some(APIS, ("fully_shard", "fragments")))
 def test_torch_reads_what_we_write(world: World, tmp_path: Path, api: str) -> None:
-    model = sharded(api, Net)
-    optimizer = optimizer_of(model, "AdamW")
-    train(model, optimizer, range(2))
+    model, optimizer = with_optimizer(sharded(api, Net), "AdamW", 2)
     path = checkpoint.save(tmp_path, model, optimizer, state={"position": Position(3)})
     expected = get_state_dict(model, optimizer)
-    other = sharded("fully_shard", lambda: seeded(Net, 5))
-    fresh = optimizer_of(other, "AdamW")
-    train(other, fresh, range(1))
+    other, fresh = with_optimizer(sharded("fully_shard", lambda: seeded(Net, 5)), "AdamW", 1)
     state = dict(zip(("model", "optimizer"), get_state_dict(other, fresh), strict=True))
     dcp.load(state, checkpoint_id=path)
     set_state_dict(other, fresh, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -139,13 +129,10 @@ def test_torch_reads_what_we_write(world: World, tmp_path: Path, api: str) -> No
 @ranks(2)
 @pytest.mark.parametrize("api", some(APIS, ("fully_shard", "fragments")))
 def test_we_read_what_torch_writes(world: World, tmp_path: Path, api: str) -> None:
-    model = sharded(api, Net)
-    optimizer = optimizer_of(model, "AdamW")
-    train(model, optimizer, range(2))
+    model, optimizer = with_optimizer(sharded(api, Net), "AdamW", 2)
     expected = get_state_dict(model, optimizer)
     dcp.save(dict(zip(("model", "optimizer"), expected, strict=True)), checkpoint_id=tmp_path / "theirs")
-    other = sharded(api, lambda: seeded(Net, 5))
-    fresh = optimizer_of(other, "AdamW")
+    other, fresh = with_optimizer(sharded(api, lambda: seeded(Net, 5)), "AdamW")
     assert checkpoint.load(tmp_path / "theirs", other, fresh) == {"step": 0}
     assert_same(get_state_dict(other, fresh), expected)
 
@@ -215,33 +202,13 @@ def test_beside_tensor_parallel_what_it_did_not_cut_is_written_once(
 def test_nothing_is_gathered(world: World, tmp_path: Path) -> None:
     moved: list[str] = []
     for api in APIS:
-        model = sharded(api)
-        optimizer = optimizer_of(model, "AdamW")
-        train(model, optimizer, range(1))
+        model, optimizer = with_optimizer(sharded(api), "AdamW", 1)
         with pytest.MonkeyPatch.context() as patch:
             for module in (fullshard.full_params, fullshard.wrapper.optim_state, fullshard.wrapper.state_dict):
                 patch.setattr(module, "gather", lambda *args, api=api, **kwargs: moved.append(api), raising=False)
             checkpoint.save(tmp_path / api, model, optimizer)
             checkpoint.load(tmp_path / api, model, optimizer)
     assert moved == []
-
-
-@ranks(2)
-def test_ranks_that_did_not_change_read_each_byte_once(world: World, tmp_path: Path) -> None:
-    model = sharded("fully_shard", partial(MLP, (300, 500, 400, 300)))
-    save_at(tmp_path, model)
-    read: list[tuple[str, int]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        before = checkpoint.blocks.BlockReader._read  # type: ignore[attr-defined]
-
-        def count(self: Any, number: int, block: Any) -> None:
-            read.append((self.path.name, number))
-            before(self, number, block)
-
-        patch.setattr(checkpoint.blocks.BlockReader, "_read", count)  # type: ignore[attr-defined]
-        checkpoint.load(tmp_path, model)
-    assert len(read) == len(set(read))
-    assert {name for name, _ in read} == {".metadata", f"__{world.rank}_0.distcp"}
 
 
 @ranks(2)
@@ -298,8 +265,7 @@ def test_what_describes_a_save_is_made_again_only_for_another_model(world: World
 
 @ranks(2)
 def test_state_of_every_rank_comes_back(world: World, tmp_path: Path) -> None:
-    model = sharded("fully_shard")
-    optimizer = optimizer_of(model, "SGD")
+    model, optimizer = with_optimizer(sharded("fully_shard"), "SGD")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     for _ in range(3):
         optimizer.step()
@@ -492,9 +458,7 @@ def test_buffers_that_differ_between_ranks_are_those_of_one_rank(world: World, t
 @ranks(2)
 @pytest.mark.parametrize("api", some(APIS, ("fully_shard", "fragments")))
 def test_what_a_checkpoint_has_not_of_an_optimizer_is_left_as_it_is(world: World, tmp_path: Path, api: str) -> None:
-    model = sharded(api)
-    optimizer = optimizer_of(model, "AdamW")
-    train(model, optimizer, range(2))
+    model, optimizer = with_optimizer(sharded(api), "AdamW", 2)
     checkpoint.save(tmp_path, model, step=1)
     expected = copy.deepcopy(optimizer.state_dict())
     assert checkpoint.load(tmp_path, model, optimizer, strict=False) == {"step": 1}
@@ -582,12 +546,9 @@ class Empty(nn.Module):
 @ranks(2, 3)
 def test_what_has_no_elements_is_saved_too(world: World, tmp_path: Path) -> None:
     for api in APIS:
-        model = sharded(api, Empty)
-        optimizer = optimizer_of(model, "AdamW")
-        train(model, optimizer, range(2))
+        model, optimizer = with_optimizer(sharded(api, Empty), "AdamW", 2)
         path = save_at(tmp_path / api, model, optimizer)
-        other = sharded(api, Empty)
-        fresh = optimizer_of(other, "AdamW")
+        other, fresh = with_optimizer(sharded(api, Empty), "AdamW")
         checkpoint.load(tmp_path / api, other, fresh)
         assert train(other, fresh, range(2, 4)) == train(model, optimizer, range(2, 4)), api
         with Checkpoint(path) as saved:
@@ -596,12 +557,9 @@ def test_what_has_no_elements_is_saved_too(world: World, tmp_path: Path) -> None
 
 
 def test_without_ranks(tmp_path: Path) -> None:
-    model = seeded(MLP)
-    optimizer = optimizer_of(model, "AdamW")
-    train(model, optimizer, range(1))
+    model, optimizer = with_optimizer(seeded(MLP), "AdamW", 1)
     path = save_at(tmp_path, model, optimizer, state={"at": 5})
-    other = seeded(MLP, 3)
-    fresh = optimizer_of(other, "AdamW")
+    other, fresh = with_optimizer(seeded(MLP, 3), "AdamW")
     assert checkpoint.load(tmp_path, other, fresh) == {"step": 0, "at": 5}
     assert_same(other.state_dict(), model.state_dict())
     assert_same(fresh.state_dict(), optimizer.state_dict())

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from fullshard import checkpoint
 from fullshard.checkpoint import CheckpointError
 from fullshard.checkpoint.selection import Selection
-from tests.checkpoint.cases import assert_same, optimizer_of, train, whole
+from tests.checkpoint.cases import assert_same, optimizer_of, train, whole, with_optimizer
 from tests.checkpoint.state_dicts import Net
 from tests.checkpoint.stores import FaultyStore
 from tests.checkpoint.test_save import APIS, sharded
@@ -74,9 +74,7 @@ def test_only_what_a_pattern_matches_is_loaded(world: World, tmp_path: Path, api
 @quick_apis
 @pytest.mark.parametrize("through_dcp", [False, True])
 def test_optimizer_state_follows_the_names(world: World, tmp_path: Path, api: str, through_dcp: bool) -> None:
-    model = sharded(api)
-    optimizer = optimizer_of(model, "AdamW")
-    train(model, optimizer, range(2))
+    model, optimizer = with_optimizer(sharded(api), "AdamW", 2)
     folder = tmp_path / "saves"
     if through_dcp:
         both = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
@@ -103,9 +101,7 @@ def test_optimizer_state_follows_the_names(world: World, tmp_path: Path, api: st
 @ranks(2)
 @quick_apis
 def test_a_renamed_model_trains_on_the_same(world: World, tmp_path: Path, api: str) -> None:
-    model = sharded(api, Extended)
-    optimizer = optimizer_of(model, "AdamW")
-    train(model, optimizer, range(2))
+    model, optimizer = with_optimizer(sharded(api, Extended), "AdamW", 2)
     checkpoint.save(tmp_path, model, optimizer, step=2)
     expected = train(model, optimizer, range(2, 4))
 
@@ -163,12 +159,9 @@ def test_what_is_selected_must_fit(world: World, tmp_path: Path) -> None:
 @ranks(2)
 @quick_apis
 def test_tensors_of_a_different_shape_are_named_and_kept_if_not_strict(world: World, tmp_path: Path, api: str) -> None:
-    model = sharded(api)
-    optimizer = optimizer_of(model, "AdamW")
-    train(model, optimizer, range(2))
+    model, optimizer = with_optimizer(sharded(api), "AdamW", 2)
     checkpoint.save(tmp_path, model, optimizer, step=2)
-    other = sharded(api, partial(seeded, partial(MLP, (6, 7, 5, 5, 4)), 5))
-    fresh = optimizer_of(other, "AdamW")
+    other, fresh = with_optimizer(sharded(api, partial(seeded, partial(MLP, (6, 7, 5, 5, 4)), 5)), "AdamW")
     before = values(other)
     differing = ["scale", "blocks.3.0.weight", "blocks.3.0.bias"]
     with pytest.raises(CheckpointError, match=r"has the shape \(4.*\) here, but \(3.*\) in .* and 0 more|differ, too"):

@@ -24,9 +24,9 @@ NO_PASS = "(before its first forward|outside of training)"
 
 
 def local_ranks(process_group: Any = None) -> LocalRanks:
-    met = find_local_ranks(process_group or dist.group.WORLD)
-    assert isinstance(met, LocalRanks), met
-    return met
+    found = find_local_ranks(process_group or dist.group.WORLD)
+    assert isinstance(found, LocalRanks), found
+    return found
 
 
 class Shared(NamedTuple):
@@ -81,10 +81,10 @@ def test_if_one_rank_cannot_nobody_shares(world: World, what: str, unlucky: int)
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == unlucky:
             patch.setattr(what, refuse)
-        met = among.map_together(*found)
-    assert met == (what == "os.memfd_create" and unlucky == 2), "only rank 0 makes a segment"
+        is_mapped = among.map_together(*found)
+    assert is_mapped == (what == "os.memfd_create" and unlucky == 2), "only rank 0 makes a segment"
     assert mine.tolist() == [world.rank]
-    if not met:
+    if not is_mapped:
         assert among.map_together(*found), "and the next time they do"
     dist.barrier()
     for each in found:

@@ -154,7 +154,7 @@ def _check_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, fi
             patch.setattr(disk_file.os, "pwritev", _short(os.pwritev) if number is None else _failing(number))
             values = values + 1
             work = region.write(values)  # beside the caller: nobody waits for it, as in training
-            work.settle()
+            work.wait_until_done()
     if harmless:
         region.read(after).wait()
         assert torch.equal(after, values)

@@ -16,7 +16,7 @@ import fullshard
 from tests.fully_shard.cases import assert_close, environment, first_of, inputs
 from tests.harness import World, ranks
 from tests.harness.compare import each_block
-from tests.harness.models import seeded
+from tests.harness.models import seeded, shard_each
 from tests.harness.slow import slow
 
 
@@ -82,8 +82,7 @@ def test_what_a_forward_adds_to_its_arguments_arrives(world: World, precision: A
     for kind, container in CONTAINERS.items():
         model, reference = (seeded(lambda c=container: Stack(*c)) for _ in range(2))  # type: ignore[misc]
         policy = fullshard.MixedPrecisionPolicy(param_dtype=precision)
-        for module in (*model.blocks, model):
-            fullshard.fully_shard(module, mp_policy=policy)
+        shard_each(*model.blocks, model, mp_policy=policy)
         found, expected = model(inputs().requires_grad_()), reference(inputs())
         found.backward()
         expected.backward()
@@ -160,8 +159,7 @@ def test_a_view_of_a_parameter_in_an_object_keeps_its_values(world: World, trans
 def test_a_write_to_a_parameter_that_was_kept_is_refused_by_name(world: World, transport: str) -> None:
     with environment(FULLSHARD_TRANSPORT=transport):
         model: Any = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-        for module in (*model, model):
-            fullshard.fully_shard(module)
+        shard_each(*model, model)
         kept: list[Tensor] = []
         model[0].register_forward_pre_hook(lambda module, args: kept.append(module.weight))
 

@@ -31,7 +31,7 @@ from tests.fully_shard.cases import (
 )
 from tests.harness import World, fake_world, ranks
 from tests.harness.compare import each_block, whole
-from tests.harness.models import MLP, seeded
+from tests.harness.models import MLP, seeded, shard_each
 
 
 class Counting:
@@ -422,9 +422,7 @@ class Shift(nn.Module):
 @ranks(2, transport="collective")
 def test_a_gradient_that_others_still_read_is_not_reduced_in_its_memory(world: World) -> None:
     model = nn.Sequential(Shift(), Shift())
-    for child in model:
-        fullshard.fully_shard(child)
-    fullshard.fully_shard(model)
+    shard_each(*model, model)
     x = torch.zeros(1, 512, 256, requires_grad=True)
     shifted = model[0](x)
     shifted.register_hook(lambda _: groups_of(model[1])[0].comm.reductions.wait_for_oldest())

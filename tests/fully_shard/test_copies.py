@@ -28,7 +28,7 @@ from tests.fully_shard.cases import (
 )
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, sgd, whole
-from tests.harness.models import MLP, Transformer, seeded
+from tests.harness.models import MLP, Transformer, seeded, shard_each
 
 
 @ranks(2)
@@ -121,8 +121,7 @@ def test_tied_parameters_stay_tied_in_a_copy(world: World) -> None:
         return seeded(lambda: Transformer(tied=True))
 
     model = build()
-    for module in (model.tokens, *model.blocks, model.head, model):
-        fullshard.fully_shard(module)
+    shard_each(model.tokens, *model.blocks, model.head, model)
     twin = copy.deepcopy(model)
     assert twin.head.weight is twin.tokens.weight
     assert twin.head.weight is not model.head.weight
@@ -188,9 +187,7 @@ def test_a_copy_of_a_block_alone_is_a_root(world: World) -> None:
 def test_a_copy_with_prefetch_lists_and_lists_of_modules(world: World) -> None:
     model = seeded(MLP)
     fullshard.fully_shard([model.blocks[0], model.blocks[1]])
-    for block in model.blocks[2:]:
-        fullshard.fully_shard(block)
-    fullshard.fully_shard(model)
+    shard_each(*model.blocks[2:], model)
     model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[2]])
     twin = copy.deepcopy(model)
     pair = Twins(world, twin, seeded(MLP))

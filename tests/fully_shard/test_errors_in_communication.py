@@ -19,7 +19,7 @@ from tests.group.test_extension import Gathered, Kept, build
 from tests.harness import World, ranks
 from tests.harness.compare import each_block
 from tests.harness.faults import Fault, When, failing
-from tests.harness.models import MLP, seeded
+from tests.harness.models import MLP, seeded, shard_each
 from tests.harness.wrapper import wrap_blocks
 
 
@@ -91,8 +91,7 @@ def small(**options: Any) -> Any:
 
 def extended() -> Any:
     model = build(Kept)
-    for layer in (model[0], model[2], model):
-        fullshard.fully_shard(layer)
+    shard_each(model[0], model[2], model)
     return model
 
 

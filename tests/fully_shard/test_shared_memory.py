@@ -35,7 +35,7 @@ from tests.fully_shard.cases import EXCHANGED, assert_close, environment, first_
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, kept, whole
 from tests.harness.held import mappings, open_files
-from tests.harness.models import MLP, Transformer, seeded, token_batch
+from tests.harness.models import MLP, Transformer, seeded, shard_each, token_batch
 from tests.harness.slow import slow
 
 Story = Callable[[World], Iterator[Any]]
@@ -177,8 +177,7 @@ def writes_in_forward(world: World) -> Iterator[Any]:
     """They reach no other rank, and are thrown away."""
     for after_forward in (True, False):
         model = nn.Sequential(nn.Embedding(16, 4, max_norm=0.5), pauses.watch(nn.Linear(4, 4)))
-        for module in (model[0], model[1], model):
-            fullshard.fully_shard(module, reshard_after_forward=after_forward)
+        shard_each(model[0], model[1], model, reshard_after_forward=after_forward)
 
         def spoil(module: nn.Module, args: Any) -> None:
             if not torch.is_grad_enabled():  # the last groups of a forward keep in backward what a slot has
@@ -574,8 +573,7 @@ class NestedForce(nn.Module):
 @ranks(2, transport="shm")
 def test_a_backward_inside_of_a_forward_does_not_end_it(world: World) -> None:
     model, reference = seeded(NestedForce), seeded(NestedForce)
-    for part in (model.inner, model.outer, model):
-        fullshard.fully_shard(part)
+    shard_each(model.inner, model.outer, model)
     for _ in range(2):
         assert torch.equal(model(torch.ones(2, 4)), reference(torch.ones(2, 4)))
         assert not groups_of(model.inner)[0].step.now.reads_shared, "the forward has ended, and ranks may write again"

@@ -22,7 +22,7 @@ from tests.fully_shard.cases import EXCHANGED, environment, first_of, groups_of,
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, sgd
 from tests.harness.held import mappings
-from tests.harness.models import MLP, seeded
+from tests.harness.models import MLP, seeded, shard_each
 
 
 def equal_blocks(count: int = 6, width: int = 6) -> Any:
@@ -150,9 +150,7 @@ def resident() -> int:
 def test_freed_buffers_are_the_systems_and_not_kept_in_the_heap(world: World) -> None:
     """The heap was told to keep what a step frees, so that it does not give it back by itself."""
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
-    for layer in model:
-        fullshard.fully_shard(layer)
-    fullshard.fully_shard(model)
+    shard_each(*model, model)
     for _ in range(3):
         model(torch.ones(1, 1024)).sum().backward()
         model.zero_grad()

@@ -18,7 +18,7 @@ import fullshard
 from tests.fully_shard.cases import BOTH, Library, assert_close, first_of, inputs, local
 from tests.harness import World, ranks
 from tests.harness.compare import whole
-from tests.harness.models import seeded
+from tests.harness.models import seeded, shard_each
 
 CALLS: list[str] = []
 
@@ -368,8 +368,7 @@ def test_what_was_gathered_is_saved_for_backward(world: World, build: Any, kind:
     """The weight of the second layer is gathered a second time between its forward and its backward."""
     os.environ["FULLSHARD_TRANSPORT"] = transport
     model = build(kind)
-    for layer in (model[0], model[-1], model):
-        fullshard.fully_shard(layer, reshard_after_forward=True)
+    shard_each(model[0], model[-1], model, reshard_after_forward=True)
     model(inputs())
     found = losses(world, model)
     how = 0.05 if kind is Bf16Gathered else 1e-5

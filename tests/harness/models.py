@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+import fullshard
+
 Checkpointing = Literal["none", "reentrant", "non-reentrant"]
 ModelType = TypeVar("ModelType", bound=nn.Module)
 
@@ -26,6 +28,13 @@ def seeded(build: Callable[[], ModelType], seed: int = 0) -> ModelType:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return build()
+
+
+def shard_each(*modules: Any, **options: Any) -> Any:
+    """Give each module a group of its own, with the same options, and return the last one."""
+    for module in modules:
+        fullshard.fully_shard(module, **options)
+    return modules[-1]
 
 
 def random_batch(*shape: int) -> Callable[[int], tuple[Tensor]]:

@@ -18,6 +18,7 @@ from fullshard.disk.file import DiskFile, DiskStaging
 from fullshard.disk.tensor import DiskTensor
 from fullshard.optim import disk_step, local_step
 from tests.harness import World, ranks
+from tests.harness.models import shard_each
 from tests.harness.slow import slow, some
 
 STEPS = 4
@@ -27,9 +28,7 @@ def build(policy: OffloadPolicy, zero_stage: int = 3) -> Any:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(96, 384), nn.ReLU(), nn.Linear(384, 96), nn.LayerNorm(96)) for _ in range(3)]
     model = nn.Sequential(*blocks)
-    for block in model:
-        fully_shard(block, offload_policy=policy, zero_stage=zero_stage)
-    return fully_shard(model, offload_policy=policy, zero_stage=zero_stage)
+    return shard_each(*model, model, offload_policy=policy, zero_stage=zero_stage)
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, world: World, steps: range = range(STEPS)) -> None:

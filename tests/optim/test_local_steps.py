@@ -1,4 +1,4 @@
-"""Replicas that train apart and meet every few steps, against a simulation of the replicas in one process."""
+"""Replicas that train apart and synchronize every few steps, against a simulation of the replicas in one process."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Simulation:
         self.under_way: dict[int, list[torch.Tensor]] = {}
 
     @torch.no_grad()
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         params = [[*model.parameters()] for model in self.models]
         for k, fragment in enumerate(self.fragments):
             since = (self.steps - self.case.every * (k + 1) // self.case.fragments) % self.case.every
@@ -139,7 +139,7 @@ class Simulation:
             optimizer.step()
             optimizer.zero_grad()
         self.steps += 1
-        self.meet()
+        self.synchronize()
 
 
 CASES = {
@@ -187,7 +187,7 @@ def test_replicas_exchange_changes_by_collectives(world: World) -> None:
 
 @ranks(2, transport="checked")
 @pytest.mark.parametrize("name", ["all of it", *slow("nesterov")])
-def test_meetings_are_ordered_on_a_device(world: World, name: str) -> None:
+def test_synchronizations_are_ordered_on_a_device(world: World, name: str) -> None:
     check(world, CASES[name], 1)
 
 
@@ -198,7 +198,7 @@ def test_replicas_of_two_ranks_train_as_in_one_process(world: World) -> None:
 
 
 @ranks(2)
-def test_replicas_exchange_nothing_between_meetings(world: World) -> None:
+def test_replicas_exchange_nothing_between_synchronizations(world: World) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = "p2p"
     model, optimizer, _ = training(world, Case(outer=nesterov))
     for number in range(EVERY - 1):
@@ -243,7 +243,7 @@ def test_gradients_accumulate(world: World, method: str) -> None:
             each.step()
             each.zero_grad()
         simulation.steps += 1
-        simulation.meet()
+        simulation.synchronize()
     for param, expected in zip(model.parameters(), simulation.models[0].parameters(), strict=True):
         torch.testing.assert_close(whole(param), expected.detach())
 
@@ -543,7 +543,7 @@ def test_a_state_that_does_not_fit_is_refused(world: World) -> None:
 
 
 @ranks(2)
-def test_a_late_replica_is_waited_for_at_the_meeting(world: World) -> None:
+def test_a_late_replica_is_waited_for_at_the_synchronization(world: World) -> None:
     waits: list[Wait] = []
     change = type(WAITS).change
 
@@ -563,10 +563,10 @@ def test_a_late_replica_is_waited_for_at_the_meeting(world: World) -> None:
             step(model, optimizer, batch_of(world.rank, number))
             if number == 2:  # the exchange has begun
                 store.set("the other has passed the beginning of the exchange", "")
-                assert [describe(wait) for wait in waits] == ["the meeting of replicas"]  # what it posted
+                assert [describe(wait) for wait in waits] == ["the synchronization of replicas"]  # what it posted
                 waits.clear()
     assert [(describe(wait), dist.get_process_group_ranks(wait.process_group)) for wait in waits] == [
-        ("the meeting of replicas", [0, 1])
+        ("the synchronization of replicas", [0, 1])
     ]
 
 
@@ -575,7 +575,7 @@ def test_replicas_that_are_at_different_steps_are_told_so(world: World) -> None:
     model, optimizer, local_steps = training(world, Case(every=2))
     step(model, optimizer, batch_of(world.rank, 0))
     local_steps.steps += 2 * world.rank
-    with pytest.raises(RuntimeError, match=r"replicas meet at different steps: rank \d brings fragment 0 after step"):
+    with pytest.raises(RuntimeError, match=r"synchronize at different steps: rank \d brings fragment 0 after step"):
         step(model, optimizer, batch_of(world.rank, 1))
 
 

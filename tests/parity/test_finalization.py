@@ -20,7 +20,7 @@ import fullshard
 from tests.fully_shard.cases import Recorder, Twins, are_sharded, groups_of, inputs, shard_mlp
 from tests.harness import World, ranks
 from tests.harness.compare import LIBRARIES, OURS, Precision, Training, adamw, compare, each_block, mean_square, whole
-from tests.harness.models import MLP, random_batch, seeded
+from tests.harness.models import MLP, random_batch, seeded, shard_each
 
 IN_TORCH = hasattr(LIBRARIES["torch"], "GradientReductionHandle")
 BOTH = pytest.mark.parametrize("library", LIBRARIES if IN_TORCH else OURS)
@@ -306,8 +306,7 @@ class TwoStages(nn.Module):
 @pytest.mark.parametrize("async_op", [False, True])
 def test_in_a_forward_it_does_not_end_the_forward(world: World, async_op: bool) -> None:
     model, reference = seeded(TwoStages), seeded(TwoStages)
-    for stage in (model.first, model.second):
-        fullshard.fully_shard(stage, reshard_after_forward=True)
+    shard_each(model.first, model.second, reshard_after_forward=True)
     sharded: Any = fullshard.fully_shard(model)
     sharded.set_manual_backward_finalization(True)
     recorder = Recorder(sharded)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fullshard
 from tests.harness import World, ranks
 from tests.harness.compare import deviation
-from tests.harness.models import seeded
+from tests.harness.models import seeded, shard_each
 from tests.harness.slow import some
 from tests.harness.wrapper import wrap
 
@@ -85,9 +85,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def shard(model: Any, api: str) -> Any:
     if api == "fully_shard":
-        for block in model.blocks:
-            fullshard.fully_shard(block)
-        return fullshard.fully_shard(model)
+        return shard_each(*model.blocks, model)
     name = "cell" if isinstance(model, Recurrent) else "block"
     del model.blocks
     setattr(model, name, wrap(fullshard, getattr(model, name), original=api == "original"))

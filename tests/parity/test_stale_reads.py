@@ -19,7 +19,7 @@ import fullshard
 from fullshard.group.full_buffer import RELEASED
 from tests.fully_shard.cases import Twins, assert_close, inputs
 from tests.harness import World, ranks
-from tests.harness.models import seeded
+from tests.harness.models import seeded, shard_each
 
 WIDTH = 6
 
@@ -82,9 +82,7 @@ class Game(nn.Module):
 
 def shard(game: Game) -> None:
     for part in (game.generator, game.critic):
-        for block in part:
-            fullshard.fully_shard(block, reshard_after_forward=True)
-        fullshard.fully_shard(part, reshard_after_forward=True)
+        shard_each(*part, part, reshard_after_forward=True)
 
 
 def wrap(game: Game, original: bool = True) -> None:
@@ -270,7 +268,6 @@ def test_what_rests_on_fewer_ranks_may_be_resharded_before_its_backward(world: W
         return output.square().mean()
 
     pair = Twins(world, *(seeded(lambda: nn.Sequential(Plain(), Plain(), Plain())) for _ in range(2)))
-    for block in (*pair.sharded, pair.sharded):
-        fullshard.fully_shard(block, reshard_after_forward=2)
+    shard_each(*pair.sharded, pair.sharded, reshard_after_forward=2)
     pair = Twins(world, pair.sharded, pair.whole)
     pair.step(loss=loss)

@@ -100,13 +100,13 @@ def test_metrics_and_traces_tell_of_the_disk(world: World, tmp_path: Path) -> No
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     train(model, optimizer, 1)
     read_all(model, optimizer)
-    before, moved = DiskWork.on_wait, DiskFile.moved()
+    before, counted = DiskWork.on_wait, DiskFile.transferred()
     with fullshard.log_metrics(model, tmp_path / f"metrics-{world.rank}.jsonl"):
         train(model, optimizer, 2)
     lines = [json.loads(line) for line in (tmp_path / f"metrics-{world.rank}.jsonl").read_text().splitlines()]
     weights = 4 * 4 * WIDTH**2 // 2
     reads = read_all(model, optimizer)
-    read, written = (after - before for after, before in zip(DiskFile.moved(), moved, strict=True))
+    read, written = (after - before for after, before in zip(DiskFile.transferred(), counted, strict=True))
     assert len(lines) == 2
     for line in lines:  # threads may write most of it after the step
         assert 0 < line["disk_written_bytes"] <= written

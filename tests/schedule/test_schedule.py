@@ -16,7 +16,7 @@ from fullshard.schedule.unit import unit_of
 from tests.fully_shard.cases import Recorder, inputs, shard_mlp
 from tests.harness import World, ranks
 from tests.harness.compare import whole
-from tests.harness.models import MLP, Transformer, seeded
+from tests.harness.models import MLP, Transformer, seeded, shard_each
 from tests.harness.slow import slow
 
 
@@ -237,8 +237,7 @@ class Nested(nn.Module):
 @ranks(2, transport="p2p")
 def test_nested_groups_open_from_outside_and_close_from_inside(world: World) -> None:
     model = seeded(Nested)
-    for module in (*model.inner.blocks, model.inner, model):
-        fullshard.fully_shard(module)
+    shard_each(*model.inner.blocks, model.inner, model)
     model.set_prefetch_limit(0)
     recorder = Recorder(model, "unshard", "reshard", "reduce")
     output = model(differentiable())
@@ -309,8 +308,7 @@ def test_checkpointing_inside_a_block_does_not_gather_it_again(world: World) -> 
             return y
 
     model = seeded(lambda: nn.Sequential(Checkpointed(), Checkpointed()))
-    for block in (*model, model):
-        fullshard.fully_shard(block)
+    shard_each(*model, model)
     output = model(inputs())
     recorder = Recorder(model, "gather", "reuse")
     output.sum().backward()

@@ -25,7 +25,7 @@ from tests.checkpoint.state_dicts import (
 from tests.fully_shard.cases import first_of
 from tests.harness import World, ranks
 from tests.harness.compare import mean_square
-from tests.harness.models import MixedDtypes, OddParameters, Transformer, random_batch, seeded
+from tests.harness.models import MixedDtypes, OddParameters, Transformer, random_batch, seeded, shard_each
 from tests.harness.wrapper import EACH_WRAPPER, HYBRID, ORIGINAL, STRATEGIES, WRAPPERS, wrap
 
 BATCH = random_batch(4, 6)
@@ -100,8 +100,7 @@ def test_torch_loads_what_we_save_and_the_other_way_round(world: World, original
 
 def composable(seed: int) -> Any:
     model = build(seed)
-    for module in (*model.blocks, model):
-        fullshard.fully_shard(module)
+    shard_each(*model.blocks, model)
     return model
 
 

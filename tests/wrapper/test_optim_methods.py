@@ -18,6 +18,7 @@ from tests.checkpoint.cases import (
     optimizer_of,
     quiet,
     train,
+    with_optimizer,
     wrapped,
 )
 from tests.harness import World, ranks
@@ -92,9 +93,7 @@ def test_warnings(world: World, name: str) -> None:
 @libraries
 def test_wrong_optim_input(world: World, name: str) -> None:
     library = LIBRARIES[name]
-    model = wrapped(library)
-    optimizer = optimizer_of(model, "Adam")
-    train(model, optimizer, range(1))
+    model, optimizer = with_optimizer(wrapped(library), "Adam", 1)
     mistakes: list[tuple[Any, type[Exception]]] = [
         (7, TypeError),
         ([], ValueError),
@@ -108,9 +107,7 @@ def test_wrong_optim_input(world: World, name: str) -> None:
 
 
 def test_names_and_numbers_as_torch() -> None:
-    plain = seeded(MLP)
-    optimizer = optimizer_of(plain, "Adam")
-    train(plain, optimizer, range(1))
+    plain, optimizer = with_optimizer(seeded(MLP), "Adam", 1)
     for how in ({"optim": optimizer}, {"optim_input": list(plain.parameters())}, {}):
         found = []
         with quiet():
@@ -136,9 +133,7 @@ def test_rekeying_keys_of_two_kinds_or_to_no_kind() -> None:
 
 
 def test_torchs_own_key_types_are_taken() -> None:
-    plain = seeded(MLP)
-    optimizer = optimizer_of(plain, "Adam")
-    train(plain, optimizer, range(1))
+    plain, optimizer = with_optimizer(seeded(MLP), "Adam", 1)
     types = (OURS.settings.OptimStateKeyType.PARAM_NAME, TORCHS.settings.OptimStateKeyType.PARAM_NAME)
     rekey = OptimStateMethods.rekey_optim_state_dict
     ours, theirs = (rekey(optimizer.state_dict(), name, plain, optim=optimizer) for name in types)
@@ -149,9 +144,7 @@ def test_torchs_own_key_types_are_taken() -> None:
 @libraries
 def test_flat_parameters_cannot_be_rekeyed(world: World, name: str) -> None:
     library = LIBRARIES[name]
-    model = wrapped(library)
-    optimizer = optimizer_of(model, "Adam")
-    train(model, optimizer, range(1))
+    model, optimizer = with_optimizer(wrapped(library), "Adam", 1)
     names = library.settings.OptimStateKeyType.PARAM_NAME
     with pytest.raises(RuntimeError, match="blocks"):
         library.methods.rekey_optim_state_dict(optimizer.state_dict(), names, model, optim=optimizer)

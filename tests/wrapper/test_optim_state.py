@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 
-import fullshard
 from fullshard.wrapper.optim_methods import OptimStateMethods
 from tests.checkpoint.cases import (
     OPTIMIZERS,
@@ -32,11 +31,12 @@ from tests.checkpoint.cases import (
     to_load,
     train,
     whole,
+    with_optimizer,
     wrapped,
 )
 from tests.fully_shard.cases import first_of
 from tests.harness import World, ranks
-from tests.harness.models import MLP, seeded
+from tests.harness.models import MLP, seeded, shard_each
 
 
 class Tied(nn.Module):
@@ -90,8 +90,7 @@ def test_full_state_is_that_of_torch(
 def test_sharded_state_has_the_values_of_torch(world: World, kind: str, use_orig_params: bool) -> None:
     dicts = []
     for library in (OURS, TORCHS):
-        model = wrapped(library, use_orig_params=use_orig_params)
-        stepped = optimizer_of(model, "Adam")
+        model, stepped = with_optimizer(wrapped(library, use_orig_params=use_orig_params), "Adam")
         choose(library, model, kind, offload_to_cpu=False)
         with quiet():
             train(model, stepped, range(2), world.rank)
@@ -104,9 +103,7 @@ def test_sharded_state_has_the_values_of_torch(world: World, kind: str, use_orig
 @both_ways
 @pytest.mark.parametrize("build", [MLP, Tied])
 def test_what_is_loaded_is_that_of_torch(world: World, use_orig_params: bool, build: Any) -> None:
-    plain = seeded(build)
-    optimizer = optimizer_of(plain, "AdamW")
-    train(plain, optimizer, range(2))
+    plain, optimizer = with_optimizer(seeded(build), "AdamW", 2)
     saved, loaded = by_name(plain, optimizer), []
     for library in (OURS, TORCHS):
         model = wrapped(library, build, use_orig_params=use_orig_params)
@@ -154,9 +151,7 @@ def test_a_state_from_before_the_first_step_changes_no_step(world: World, use_or
 @both_ways
 @first_of("optimizer", "AdamW", "momentum")
 def test_a_model_without_sharding_goes_on(world: World, use_orig_params: bool, optimizer: str) -> None:
-    model = wrapped(use_orig_params=use_orig_params)
-    stepped = optimizer_of(model, optimizer)
-    train(model, stepped, range(2))
+    model, stepped = with_optimizer(wrapped(use_orig_params=use_orig_params), optimizer, 2)
     plain = seeded(MLP)
     plain.load_state_dict(model.state_dict())
     fresh = optimizer_of(plain, optimizer)
@@ -174,15 +169,12 @@ def test_a_model_without_sharding_goes_on(world: World, use_orig_params: bool, o
 @both_ways
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 def test_interchange_with_fully_shard(world: World, use_orig_params: bool, kind: str) -> None:
-    model = wrapped(use_orig_params=use_orig_params)
-    stepped = optimizer_of(model, "AdamW")
-    train(model, stepped, range(2), world.rank)
+    model, stepped = with_optimizer(wrapped(use_orig_params=use_orig_params), "AdamW", 2, world.rank)
     choose(OURS, model, kind)
     saved = to_dict(model, stepped)
 
     other = seeded(MLP)
-    for module in (*other.blocks, other):
-        fullshard.fully_shard(module)
+    shard_each(*other.blocks, other)
     fresh = optimizer_of(other, "AdamW")
     options = StateDictOptions(full_state_dict=kind == "FULL")
     set_optimizer_state_dict(other, fresh, saved, options=options)
@@ -195,8 +187,7 @@ def test_interchange_with_fully_shard(world: World, use_orig_params: bool, kind:
 @ranks(2)
 def test_fully_shard_models_are_known_too(world: World) -> None:
     model = seeded(MLP)
-    for module in (*model.blocks, model):
-        fullshard.fully_shard(module)
+    shard_each(*model.blocks, model)
     stepped = optimizer_of(model, "AdamW")
     train(model, stepped, range(2), world.rank)
     saved, fresh = to_dict(model, stepped), optimizer_of(model, "AdamW")
@@ -210,9 +201,7 @@ def test_fully_shard_models_are_known_too(world: World) -> None:
 @ranks(2)
 @both_ways
 def test_whole_tensors_are_cut_without_communication(world: World, use_orig_params: bool) -> None:
-    model = wrapped(use_orig_params=use_orig_params)
-    optimizer = optimizer_of(model, "AdamW")
-    train(model, optimizer, range(1))
+    model, optimizer = with_optimizer(wrapped(use_orig_params=use_orig_params), "AdamW", 1)
     saved, counts = {}, {}
     for kind in ("FULL", "SHARDED"):
         choose(OURS, model, kind)

@@ -20,6 +20,7 @@ from tests.checkpoint.cases import (
     to_dict,
     to_load,
     train,
+    with_optimizer,
     wrapped,
 )
 from tests.harness import World, ranks
@@ -27,8 +28,7 @@ from tests.harness.models import MLP, seeded
 
 
 def trained(library: Any = OURS, rank: int = 0, **options: Any) -> Any:
-    model = wrapped(library, **options)
-    optimizer = optimizer_of(model, "Adam")
+    model, optimizer = with_optimizer(wrapped(library, **options), "Adam")
     choose(library, model, "FULL", offload_to_cpu=False)
     train(model, optimizer, range(1), rank)
     return model, optimizer
@@ -89,9 +89,7 @@ def test_states_that_do_not_make_one_flat_state(world: World, name: str) -> None
 
 @ranks(2)
 def test_a_part_without_tensors_is_zeros(world: World) -> None:
-    model = wrapped()
-    optimizer = optimizer_of(model, "momentum")
-    train(model, optimizer, range(1))
+    model, optimizer = with_optimizer(wrapped(), "momentum", 1)
     saved = to_dict(model, optimizer)
     del saved["state"]["blocks.0.0.bias"]
     to_load(model, optimizer, saved, load_directly=True)

@@ -30,6 +30,7 @@ from tests.checkpoint.cases import (
     to_load,
     train,
     whole,
+    with_optimizer,
     wrapped,
 )
 from tests.fully_shard.cases import first_of
@@ -118,8 +119,7 @@ def test_ignored_parameters_keep_their_state(world: World, use_orig_params: bool
         kept = [model.scale, model.blocks[0][0].bias]
         how = {"device_id": CPU, "ignored_states": kept, "use_orig_params": use_orig_params}
         model.blocks[0] = library.wrap(model.blocks[0], **how)
-        model = library.wrap(model, **how)
-        optimizer = optimizer_of(model, "Adam")
+        model, optimizer = with_optimizer(library.wrap(model, **how), "Adam")
         choose(library, model, "FULL", offload_to_cpu=False)
         train(model, optimizer, range(1))
         with quiet():
@@ -149,9 +149,7 @@ def test_states_of_any_kind(world: World, use_orig_params: bool) -> None:
 
 @ranks(2)
 def test_dtypes_that_differ_within_a_unit(world: World) -> None:
-    model = wrapped(use_orig_params=True)
-    optimizer = optimizer_of(model, "momentum")
-    train(model, optimizer, range(1))
+    model, optimizer = with_optimizer(wrapped(use_orig_params=True), "momentum", 1)
     for name, param in model.named_parameters():
         if name.endswith("bias") and param in optimizer.state:
             momentum = optimizer.state[param]["momentum_buffer"]
@@ -165,9 +163,7 @@ def test_dtypes_that_differ_within_a_unit(world: World) -> None:
 
 @ranks(2, 3)
 def test_states_that_only_some_parameters_have(world: World) -> None:
-    model = wrapped(use_orig_params=True)
-    optimizer = optimizer_of(model, "Adam")
-    train(model, optimizer, range(2))
+    model, optimizer = with_optimizer(wrapped(use_orig_params=True), "Adam", 2)
     missing = "blocks.1.0.weight"
     for name, param in model.named_parameters():
         if plain_name(name) == missing:
@@ -213,9 +209,7 @@ def test_scalar_parameters(world: World, use_orig_params: bool) -> None:
 @ranks(2)
 @both_ways
 def test_nothing_is_shared_with_the_optimizer(world: World, use_orig_params: bool) -> None:
-    model = wrapped(use_orig_params=use_orig_params, ignored_states=None)
-    optimizer = optimizer_of(model, "Adam")
-    train(model, optimizer, range(1))
+    model, optimizer = with_optimizer(wrapped(use_orig_params=use_orig_params, ignored_states=None), "Adam", 1)
     saved = to_dict(model, optimizer)
     steps = {id(state["step"]) for state in saved["state"].values()}
     assert len(steps) == len(saved["state"])
@@ -230,9 +224,7 @@ def test_nothing_is_shared_with_the_optimizer(world: World, use_orig_params: boo
 @ranks(2)
 @first_of("use_orig_params", False, True)
 def test_rank0_only(world: World, use_orig_params: bool) -> None:
-    model = wrapped(use_orig_params=use_orig_params)
-    optimizer = optimizer_of(model, "Adam")
-    train(model, optimizer, range(2), world.rank)
+    model, optimizer = with_optimizer(wrapped(use_orig_params=use_orig_params), "Adam", 2, world.rank)
     everywhere = to_dict(model, optimizer)
     choose(OURS, model, "FULL", rank0_only=True)
     saved = to_dict(model, optimizer)
@@ -305,9 +297,7 @@ def test_parameters_that_rest_on_the_cpu(world: World, use_orig_params: bool) ->
 @ranks(2)
 @both_ways
 def test_dtensors_of_any_placement_are_loaded(world: World, use_orig_params: bool) -> None:
-    model = wrapped(use_orig_params=use_orig_params)
-    optimizer = optimizer_of(model, "Adam")
-    train(model, optimizer, range(1))
+    model, optimizer = with_optimizer(wrapped(use_orig_params=use_orig_params), "Adam", 1)
     mesh = world.mesh()
     for placement in (Shard(0), Shard(1), Replicate()):
         saved = to_dict(model, optimizer)
@@ -355,9 +345,7 @@ def test_optimizers_that_name_parameters(world: World, use_orig_params: bool) ->
 
 @ranks(2)
 def test_a_named_optimizer_without_state(world: World) -> None:
-    model = wrapped(use_orig_params=True)
-    optimizer = optimizer_of(model, "Adam")
-    train(model, optimizer, range(1))
+    model, optimizer = with_optimizer(wrapped(use_orig_params=True), "Adam", 1)
     saved = to_dict(model, optimizer)
     empty = [name for name, param in model.named_parameters() if not param.numel()]
     with pytest.warns(UserWarning, match="has no state of") if empty else contextlib.nullcontext():
@@ -370,8 +358,7 @@ def test_a_named_optimizer_without_state(world: World) -> None:
 @libraries
 def test_states_of_no_parameter_are_copied_with_a_warning(world: World, name: str) -> None:
     library = LIBRARIES[name]
-    model = wrapped(library)
-    optimizer = optimizer_of(model, "Adam")
+    model, optimizer = with_optimizer(wrapped(library), "Adam")
     choose(library, model, "FULL", offload_to_cpu=False)
     train(model, optimizer, range(1))
     state_dict = optimizer.state_dict()
@@ -395,9 +382,7 @@ def test_parameters_that_the_user_replaced(world: World) -> None:
 @ranks(2)
 @both_ways
 def test_where_parameters_are_whole_the_state_is_what_it_was(world: World, use_orig_params: bool) -> None:
-    model = wrapped(strategy="SHARD_GRAD_OP", use_orig_params=use_orig_params)
-    optimizer = optimizer_of(model, "Adam")
-    train(model, optimizer, range(1))
+    model, optimizer = with_optimizer(wrapped(strategy="SHARD_GRAD_OP", use_orig_params=use_orig_params), "Adam", 1)
     expected = to_dict(model, optimizer)
     with torch.no_grad():
         model(torch.ones(2, 6))

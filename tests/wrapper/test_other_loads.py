@@ -17,11 +17,10 @@ from tests.checkpoint.cases import (
     both_ways,
     choose,
     libraries,
-    optimizer_of,
     quiet,
     to_dict,
     to_load,
-    train,
+    with_optimizer,
     wrapped,
 )
 from tests.harness import World, ranks
@@ -32,14 +31,11 @@ from tests.harness import World, ranks
 def test_sharded_optimizer_states_that_dcp_reads_are_loaded(
     world: World, use_orig_params: bool, tmp_path: Path
 ) -> None:
-    model = wrapped(use_orig_params=use_orig_params)
-    optimizer = optimizer_of(model, "AdamW")
-    train(model, optimizer, range(2))
+    model, optimizer = with_optimizer(wrapped(use_orig_params=use_orig_params), "AdamW", 2)
     choose(OURS, model, "SHARDED")
     before = optimizer.state_dict()
     dcp.save({"model": model.state_dict(), "optimizer": to_dict(model, optimizer)}, checkpoint_id=tmp_path)
-    other = wrapped(use_orig_params=use_orig_params)
-    other_optimizer = optimizer_of(other, "AdamW")
+    other, other_optimizer = with_optimizer(wrapped(use_orig_params=use_orig_params), "AdamW")
     choose(OURS, other, "SHARDED")
     with quiet():
         read = load_sharded_optimizer_state_dict(other.state_dict(), "optimizer", dcp.FileSystemReader(tmp_path))
@@ -50,11 +46,8 @@ def test_sharded_optimizer_states_that_dcp_reads_are_loaded(
 @ranks(2, 3)
 @both_ways
 def test_sharded_state_dicts_of_torchs_wrapper_are_loaded(world: World, use_orig_params: bool) -> None:
-    trained = wrapped(TORCHS, use_orig_params=use_orig_params)
-    optimizer = optimizer_of(trained, "AdamW")
-    train(trained, optimizer, range(2))
-    model = wrapped(use_orig_params=use_orig_params)
-    other = optimizer_of(model, "AdamW")
+    trained, optimizer = with_optimizer(wrapped(TORCHS, use_orig_params=use_orig_params), "AdamW", 2)
+    model, other = with_optimizer(wrapped(use_orig_params=use_orig_params), "AdamW")
     choose(TORCHS, trained, "SHARDED")
     with quiet():
         saved: Any = trained.state_dict(), TORCHS.methods.optim_state_dict(trained, optimizer)

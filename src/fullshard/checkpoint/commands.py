@@ -84,8 +84,8 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         ("best", "METRIC:N[:max]", _parse_best, "the N with the lowest (or highest) value of a metric"),
         ("newer", "AGE", lambda text: NewerThan(_parse_age(text)), "those younger than 90m, 24h or 7d"),
     ):
-        kept: dict[str, Any] = {"dest": "keep", "action": "append", "type": _reads(parse), "metavar": metavar}
-        command.add_argument(f"--{name}", help=f"keep {what}", **kept)
+        shared: dict[str, Any] = {"dest": "keep", "action": "append", "type": _reads(parse), "metavar": metavar}
+        command.add_argument(f"--{name}", help=f"keep {what}", **shared)
     command.add_argument("--dry-run", action="store_true", help="remove nothing")
 
 
@@ -372,19 +372,17 @@ def _saves(directory: Location, step: int | None = None, unfinished: Sequence[Lo
 
 def _open(directory: Location, step: int | None = None) -> Checkpoint:
     """Opens the newest checkpoint that is whole."""
-    *newer, last = _saves(directory, step)
-    for path in newer:
+    paths = _saves(directory, step)
+    for path in paths:
         try:
             return Checkpoint(path)
         except CorruptCheckpointError as error:
-            if is_there(path):  # otherwise another job has removed it
-                _print_error(f"{path} is skipped, because it is not whole: {error}")
-    try:
-        return Checkpoint(last)
-    except CorruptCheckpointError:
-        if is_there(last):
-            raise
-    return _open(directory, step)  # another job removed it, so there is a newer one
+            if not is_there(path):
+                continue  # another job has removed it
+            if path == paths[-1]:
+                raise
+            _print_error(f"{path} is skipped, because it is not whole: {error}")
+    return _open(directory, step)  # another job removed the last one, so there is a newer one
 
 
 def _placement(entry: Entry) -> str:

@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.serialization import get_safe_globals
 
+from fullshard.checkpoint.blocks import CheckpointError
 from fullshard.checkpoint.layout import SCALES, TABLES, Box, Layout, layout_of
-from fullshard.checkpoint.reader import Checkpoint, CheckpointError, Target
+from fullshard.checkpoint.reader import Checkpoint, Target
 from fullshard.checkpoint.selection import Selection
 from fullshard.group.parameter import local_tensor, plain_name
 from fullshard.optim.disk_step import state_like
@@ -127,7 +128,7 @@ def _box_name(box: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
     return f"[{','.join(f'{at}:{at + size}' for at, size in zip(*box, strict=True))}]"
 
 
-class Known(NamedTuple):
+class KnownParameter(NamedTuple):
     """The layout of a parameter, and its names in the plain model, without wrappers."""
 
     layout: Layout
@@ -141,15 +142,15 @@ class Parameters:
         self.model, self.found = model, list[GroupParameters]()  # those of each group, kept for the next save
         #: For each parameter that an optimizer may have, the original parameters in it.
         self.shown = shown_parameters(model, self.found)
-        self.known: dict[OriginalParameter, Known] = {}
+        self.known: dict[OriginalParameter, KnownParameter] = {}
         for found in self.found:
             if found.saved is None:
                 found.saved = self._known_of(found), None, []
             self.known |= found.saved[0]
         self.groups = dict.fromkeys(each.group for each in self.known if each.group is not None)
 
-    def _known_of(self, found: GroupParameters) -> dict[OriginalParameter, Known]:
-        known, everywhere = dict[OriginalParameter, Known](), dict[nn.Parameter, list[str]]()
+    def _known_of(self, found: GroupParameters) -> dict[OriginalParameter, KnownParameter]:
+        known, everywhere = dict[OriginalParameter, KnownParameter](), dict[nn.Parameter, list[str]]()
         prefixes = {module: _clean(f"{path}*")[:-1] for module, path in found.paths.items() if path is not None}
         if found.shown and not prefixes:  # they belong to no group
             for name, param in self.model.named_parameters(remove_duplicate=False):
@@ -159,7 +160,7 @@ class Parameters:
                 at = () if original.param is None else original.param.locations
                 names = [prefixes[each.module] + each.name for each in at if each.module in prefixes]
                 names = list(dict.fromkeys(names or everywhere.get(param, [original.name])))
-                known[original] = Known(layout_of(original.param or param), names)
+                known[original] = KnownParameter(layout_of(original.param or param), names)
         return known
 
     def collect(self, contents: Contents, frozen: bool) -> None:
@@ -223,10 +224,8 @@ class Parameters:
         if problem:
             raise ValueError(f"the state '{'.'.join(map(str, path[3:]))}' of parameter '{original.name}' {problem}")
         if isinstance(value, DTensor) or is_traceable_subclass(value):
-            is_alike = not isinstance(value, DTensor) or (
-                isinstance(param, DTensor) and spec_of(value) is spec_of(param)
-            )
-            contents.add(named(path), value, layout if is_alike else None)
+            alike = not isinstance(value, DTensor) or (isinstance(param, DTensor) and spec_of(value) is spec_of(param))
+            contents.add(named(path), value, layout if alike else None)
             value = _outline(value)
             if value is None or not layout.has_first:
                 return
@@ -338,11 +337,11 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
                         shape = tuple(param.shape) if is_part else kind.shape
                         if layout.is_ragged and key in SCALES:
                             shape = layout.inner_sizes(key, local_tensor(param).shape, shape)
-                        kept = optimizer.state[param].get(key) if param in optimizer.state else None
-                        if isinstance(kept, torch.Tensor) and is_traceable_subclass(local_tensor(kept)):
-                            kept = None  # its inner tensors are not what the checkpoint has
-                        if isinstance(kept, torch.Tensor) and (tuple(kept.shape), kept.dtype) == (shape, kind.dtype):
-                            state[key] = kept
+                        own = optimizer.state[param].get(key) if param in optimizer.state else None
+                        if isinstance(own, torch.Tensor) and is_traceable_subclass(local_tensor(own)):
+                            own = None  # its inner tensors are not what the checkpoint has
+                        if isinstance(own, torch.Tensor) and (tuple(own.shape), own.dtype) == (shape, kind.dtype):
+                            state[key] = own
                         elif is_part:
                             state[key] = _like(param, kind.dtype)
                         else:
@@ -378,8 +377,8 @@ def _flattened(checkpoint: Checkpoint) -> State:
     """By name, the outlines of dicts and lists in an optimizer's state. Their items are saved under names of their own,
     as DCP does it. DCP has no outlines, but stores the keys that lead to each item."""
     outlines = "optimizer.outlines."
-    kept = (name for name in checkpoint.manifest.objects if name.startswith(outlines))
-    found = {f"optimizer.state.{name.removeprefix(outlines)}": checkpoint.value(name) for name in kept}
+    outlined = (name for name in checkpoint.manifest.objects if name.startswith(outlines))
+    found = {f"optimizer.state.{name.removeprefix(outlines)}": checkpoint.value(name) for name in outlined}
     if found:
         return found
     for name, path in checkpoint.manifest.paths.items():
@@ -481,8 +480,8 @@ def load_optimizer(
                 f"optimizer with the same groups of parameters, or leave it out of load()"
             )
         options_to_load.append({**(found or options), "params": [numbers[param] for param in options["params"]]})
-    kept: dict[Any, State] = {} if is_whole else {**optimizer.state}
-    states = kept | states
+    others: dict[Any, State] = {} if is_whole else {**optimizer.state}
+    states = others | states
     by_number = {numbers[param]: dict(state) for param, state in states.items()}
     optimizer.load_state_dict({"state": by_number, "param_groups": options_to_load})
     for param, state in states.items():

@@ -214,7 +214,7 @@ def _write_torch(path: Path, items: list[_Item], read: _Read) -> None:
         mapped[item.name].copy_(read(item))
 
 
-class _Tensors(nn.Module):
+class _StateDictModel(nn.Module):
     """A model that has only a state dict."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -233,7 +233,7 @@ def import_model(
     tensors, left_out = tensors_of(source)
     token = ON_WRITTEN.set(report)
     try:
-        path = save(directory, _Tensors(tensors), step=step)
+        path = save(directory, _StateDictModel(tensors), step=step)
     finally:
         ON_WRITTEN.reset(token)
     assert path is not None

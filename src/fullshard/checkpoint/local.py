@@ -86,7 +86,7 @@ class LocalStorage:
         except OSError as error:
             raise CheckpointError(f"no checkpoint can be made in {self.directory}: {error.strerror}") from error
 
-    def join(self, key: str) -> LocalPartial:
+    def open_partial(self, key: str) -> LocalPartial:
         return LocalPartial(self.directory / key, 0)
 
     def remove(self, path: Path) -> bool:

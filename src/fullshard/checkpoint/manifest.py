@@ -63,7 +63,7 @@ class Entry:
 
 
 @dataclass(eq=False, slots=True)
-class Kind:
+class TensorKind:
     """A kind of tensors: they differ only in their names, and in where their pieces start."""
 
     dtype: torch.dtype
@@ -100,7 +100,7 @@ class Kind:
 class Tensors(Mapping[str, Entry]):
     """Tensors by name. There are many tensors of few kinds, so an entry is made only when it is asked for."""
 
-    def __init__(self, names: Sequence[str], numbers: Sequence[int], kinds: Sequence[Kind]) -> None:
+    def __init__(self, names: Sequence[str], numbers: Sequence[int], kinds: Sequence[TensorKind]) -> None:
         self.numbers, self.kinds = numbers, kinds  # numbers: that of the kind of each tensor
         self.members = [list[str]() for _ in kinds]  # the names of the tensors of each kind
         for name, number in zip(names, numbers, strict=True):
@@ -119,7 +119,7 @@ class Tensors(Mapping[str, Entry]):
             numbers.append(number)
             starts.append(tuple([piece.start for piece in each.pieces]))
         columns = ([list(column) for column in zip(*starts, strict=True)] for _, starts in found.values())
-        kinds = [Kind(dtype, shape, pieces, next(columns)) for dtype, shape, *pieces in found]
+        kinds = [TensorKind(dtype, shape, pieces, next(columns)) for dtype, shape, *pieces in found]
         return cls(list(entries), numbers, kinds)
 
     def __getitem__(self, name: str) -> Entry:
@@ -258,10 +258,10 @@ def decode(data: bytes, path: Path) -> Manifest:
         manifest.time = datetime.fromisoformat(fields["time"]).astimezone(UTC) if "time" in fields else None
         manifest.metrics = {name: float(value) for name, value in fields.get("metrics", {}).items()}
         manifest.objects = {name: Stored(files[number], *run) for name, (number, *run) in fields["objects"].items()}
-        kinds = list[Kind]()
+        kinds = list[TensorKind]()
         for dtype, shape, boxes, starts in fields["kinds"]:
             pieces = [(files[file], length, head, tuple(at), tuple(sizes)) for file, length, head, at, sizes in boxes]
-            kinds.append(Kind(dtype_of(dtype), tuple(shape), pieces, starts))
+            kinds.append(TensorKind(dtype_of(dtype), tuple(shape), pieces, starts))
         manifest.tensors = Tensors(fields["tensors"], fields["kind"], kinds)
         if len(manifest.tensors) != len(fields["tensors"]) or not set(map(type, manifest.tensors)) <= {str}:
             raise CorruptCheckpointError(f"{path} has a name twice, or one that is not a string")
@@ -318,7 +318,7 @@ def check(manifest: Manifest, path: Path) -> None:
         _check_kind(manifest, kind, names, path)
 
 
-def _check_kind(manifest: Manifest, kind: Kind, names: Sequence[str], path: Path) -> None:
+def _check_kind(manifest: Manifest, kind: TensorKind, names: Sequence[str], path: Path) -> None:
     """Checks the tensors of one kind."""
     files = {piece[0] for piece in kind.pieces}
     shape, what = kind.shape, f"{path}: tensor '{next(iter(names), '')}'"

@@ -1,6 +1,6 @@
 """The outline of the file that a rank writes: its contents in order. Only outlines travel to the first rank.
 
-Owns how a rank's tensors are divided among files, and what is kept of the last save.
+Owns how a rank's tensors are divided among files, and what a process remembers of the last save.
 """
 
 from __future__ import annotations

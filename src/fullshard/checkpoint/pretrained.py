@@ -55,7 +55,7 @@ def load_pretrained(
     Ranks: all ranks of ``process_group`` alike.
     """
     ranks, path = Ranks(process_group), located(directory)
-    loading = Loading(path, partial(_Files, path), selection := Selection(None, rename, strict), ranks)
+    loading = Loading(path, partial(_PretrainedFiles, path), selection := Selection(None, rename, strict), ranks)
     with loading.opened:
         loading.read(model, None, {})
         ranks.attempt(partial(loading.apply, None, {}))
@@ -63,7 +63,7 @@ def load_pretrained(
         selection.log(f"pretrained weights are loaded from {path}")
 
 
-class _Files(Checkpoint):
+class _PretrainedFiles(Checkpoint):
     """Hugging Face's files as a checkpoint of a model. They are mapped: only what is copied is read."""
 
     def __init__(self, path: Location) -> None:

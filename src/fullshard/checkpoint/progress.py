@@ -67,11 +67,11 @@ class Progress:
 
     def _exchange(self) -> dict[int, list[int]]:
         """Notes the bytes of this rank. Returns on the first rank, by rank, the written bytes and all bytes."""
-        mine = [min(self._written - self._partial.unsent, self._total), self._total]
+        own = [min(self._written - self._partial.unsent, self._total), self._total]
         if self._ranks.group is None:
-            return {0: mine}
+            return {0: own}
         store, name = default_store(), f"fullshard/save/{self._ranks.group.group_name}"
-        store.set(f"{name}/{self._ranks.rank}", json.dumps([self._key, *mine]))
+        store.set(f"{name}/{self._ranks.rank}", json.dumps([self._key, *own]))
         keys = [f"{name}/{rank}" for rank in range(self._ranks.size if self._ranks.first else 0)]
         notes: list[list[Any]] = [json.loads(store.get(key)) if store.check([key]) else [""] for key in keys]
         return {rank: note[1:] for rank, note in enumerate(notes) if note[0] == self._key}

@@ -21,10 +21,9 @@ from fullshard.checkpoint.blocks import BlockReader, CheckpointError, CorruptChe
 from fullshard.checkpoint.manifest import (
     MANIFEST,
     METADATA,
-    Kind,
     Location,
-    Manifest,
     StoredPiece,
+    TensorKind,
     Tensors,
     decode,
     few,
@@ -242,7 +241,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             ValueError: it has a different shape.
             CorruptCheckpointError: a checksum is wrong. Some boxes may then be filled already.
         """
-        reads: dict[str, list[tuple[int, str, torch.Tensor, _Part | None]]] = {}
+        reads: dict[str, list[tuple[int, str, torch.Tensor, _Overlap | None]]] = {}
         written: list[torch.Tensor] = []
         for name, shape, offsets, into in targets:
             kind, at = self.tensors.positions.get(name) or self._position(name)
@@ -256,7 +255,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                     written.append(into)
                     continue
             for number in range(len(kind.pieces)) if same < 0 else [same]:
-                if part := _Part.of(piece := kind.piece(number, at), kind.dtype, offsets, into.detach()):
+                if part := _Overlap.of(piece := kind.piece(number, at), kind.dtype, offsets, into.detach()):
                     reads.setdefault(piece.file, []).append((part.start, name, part.into, part))
 
         def read_file(file: str) -> None:
@@ -286,12 +285,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _position(self, name: str) -> tuple[Kind, int]:
+    def _position(self, name: str) -> tuple[TensorKind, int]:
         if name not in self.tensors.positions:
             raise KeyError(f"{self.path} has no tensor '{name}'")
         return self.tensors.positions[name]
 
-    def _copy(self, part: _Part) -> None:
+    def _copy(self, part: _Overlap) -> None:
         piece, into, dtype = part.piece, part.into, part.dtype
         if piece.data < 0:
             data = self._bytes(piece.file, piece.start, piece.length)
@@ -339,7 +338,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 yield name
 
 
-class _Part(NamedTuple):
+class _Overlap(NamedTuple):
     """The intersection of a piece and a box to read."""
 
     piece: StoredPiece
@@ -351,7 +350,7 @@ class _Part(NamedTuple):
     stop: int
 
     @classmethod
-    def of(cls, piece: StoredPiece, dtype: torch.dtype, offsets: Sequence[int], into: torch.Tensor) -> _Part | None:
+    def of(cls, piece: StoredPiece, dtype: torch.dtype, offsets: Sequence[int], into: torch.Tensor) -> _Overlap | None:
         """``None`` if they have no element in common."""
         lows, shape = [*map(max, piece.offsets, offsets)], into.shape
         ends = map(min, map(operator.add, piece.offsets, piece.sizes), map(operator.add, offsets, shape))
@@ -368,14 +367,3 @@ class _Part(NamedTuple):
         start = piece.data + dtype.itemsize * sum(map(operator.mul, begins, strides))
         span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         return cls(piece, dtype, into, begins, strides, start, start + dtype.itemsize * span)
-
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "CorruptCheckpointError",
-    "Manifest",
-    "Target",
-    "latest",
-    "list_checkpoints",
-]

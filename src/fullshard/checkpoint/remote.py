@@ -124,7 +124,7 @@ class ObjectStorage:
         failed = [lease[3] for lease in map(_LEASE.fullmatch, found) if lease and lease[2] == path.name]
         return all(any(key in each for key in failed) for each in Store(path).list())
 
-    def join(self, key: str) -> ObjectPartial:
+    def open_partial(self, key: str) -> ObjectPartial:
         name, _, key = key.rpartition("/")
         return ObjectPartial(self.directory / name, 0, key)
 
@@ -449,6 +449,3 @@ class _ObjectReader(BlockReader):
             future.cancel()
         self.ahead.clear()
         self._ranges.clear()
-
-
-__all__ = ["ObjectFiles", "ObjectPartial", "ObjectStorage"]

@@ -103,9 +103,9 @@ class Hosts:
         """Sends this rank's file to another host, and writes the files that it receives beside its own. All ranks must
         call it. ``files`` describes the file of each rank. Raises CheckpointError if a received file could not be
         written, or has a wrong checksum."""
-        group, mine = self._ranks.group, files[self._ranks.rank]
-        size = mine.size if self.to is not None else 0
-        data = torch.from_file(str(partial / mine.name), shared=False, size=size, dtype=torch.uint8) if size else None
+        group, own = self._ranks.group, files[self._ranks.rank]
+        size = own.size if self.to is not None else 0
+        data = torch.from_file(str(partial / own.name), shared=False, size=size, dtype=torch.uint8) if size else None
         copies = [_Copy(rank, partial / files[rank].name, files[rank]) for rank in self.sources]
         for start in range(0, max([size, *(copy.file.size for copy in copies)]), _MESSAGE):
             works: list[dist.Work | None] = []

@@ -4,7 +4,7 @@ Owns the order of the steps. The process may end after any of them::
 
     every rank      describes its part                                      ─▶ agree
     first rank      begins the checkpoint: on a disk  .step-00000010.<job>.partial,  which it locks
-    every rank      writes its files, and waits until they are kept         ─▶ agree
+    every rank      writes its files, and waits until they are stored       ─▶ agree
     first rank      writes .metadata and manifest.json, and publishes it: on a disk by a rename
     first rank      removes the checkpoints that no policy keeps            ─▶ agree
 
@@ -130,7 +130,7 @@ def save(
         ValueError: ``keep_last`` is less than 1 or given with ``keep``, ``keep`` is empty, ``step`` is less than 0,
             ``memory_budget_bytes`` is no size, ``replicas`` is given without ``step``, ``directory`` has a name such as
             ``step-00000010``, or a name in ``state`` is "step" or has a dot.
-        RuntimeError: replicas have trained apart since their last meeting (``optim.LocalSteps``).
+        RuntimeError: replicas have trained apart since they were last synchronized (``optim.LocalSteps``).
         TypeError: ``step`` is not an integer, ``keep`` is not a list of policies, or ``metrics`` is not a dict of
             numbers.
 
@@ -227,7 +227,7 @@ class _Writing:
             if any(each[3] for each in everyone):
                 Background.wait_until_finished()  # raises the error on all ranks of the older save
                 raise CheckpointError("a save in the background failed on another rank: find the error in its log")
-            self._join([each[0] for each in everyone])
+            self._open_partial([each[0] for each in everyone])
             if any(set(each[1]) != set(digests) for each in others):
                 raise CheckpointError(
                     f"ranks gave state under different names: {[sorted(each[1]) for each in everyone]}; "
@@ -264,10 +264,10 @@ class _Writing:
         self.partial = self.storage.begin(self.step)
         return self.partial.key, self.partial.step
 
-    def _join(self, begun: list[tuple[str, int | None]]) -> None:
-        """Joins the directory that a rank has made."""
+    def _open_partial(self, begun: list[tuple[str, int | None]]) -> None:
+        """Opens the checkpoint that a rank has begun."""
         key, self.step = begun[self.leader]
-        self.partial = self.partial or (self.storage.join(key) if key else None)
+        self.partial = self.partial or (self.storage.open_partial(key) if key else None)
 
     def _collect(
         self, contents: Contents, user_state: dict[str, bytes], model: nn.Module, optimizer: Optimizer | None,
@@ -298,23 +298,23 @@ class _Writing:
         from one rank.
         """
         self.paths = contents.paths
-        mine, shared = list[tuple[Box, torch.Tensor]](), dict[object, list[tuple[Box, torch.Tensor]]]()
+        own, shared = list[tuple[Box, torch.Tensor]](), dict[object, list[tuple[Box, torch.Tensor]]]()
         for box, tensor in zip(contents.boxes, contents.tensors, strict=True):
             if holders and (at := holders.get(box.key(self.ranks.size))):
                 box = box._replace(copies=Copies(tuple(at), at.index(self.ranks.rank), len(at)))
             if box.copies.size > 1 and box.names[0] not in self.buffers:
                 shared.setdefault((box.copies.ranks, box.copies.size), []).append((box, tensor))
             elif not box.copies.number:
-                mine.append((box, tensor))
+                own.append((box, tensor))
         for same in shared.values():
             if holders:  # the order may differ between ranks
                 same.sort(key=lambda pair: (pair[0].names[0], pair[0].offsets))
             total, before = max(1, sum(tensor.nbytes for _, tensor in same)), 0
             for box, tensor in same:
                 if min(before * box.copies.size // total, box.copies.size - 1) == box.copies.number:
-                    mine.append((box, tensor))
+                    own.append((box, tensor))
                 before += tensor.nbytes
-        self.boxes, self.tensors = [box for box, _ in mine], [tensor for _, tensor in mine]
+        self.boxes, self.tensors = [box for box, _ in own], [tensor for _, tensor in own]
         for name, (value, layout) in contents.values.items():
             if holders[name][0] == self.ranks.rank if name in holders else not layout.copies.number:
                 self.values.append((name, dcp.saved(value, f"'{name}'")))
@@ -343,7 +343,7 @@ class _Writing:
         leads, hosts = self.ranks.rank == self.leader, self.hosts
         try:
             if self.partial is None:
-                self._join(self.ranks.attempt(lambda: (self._begin(),))[1])
+                self._open_partial(self.ranks.attempt(lambda: (self._begin(),))[1])
             assert self.partial is not None
             assert self.step is not None
             self.manifest.step = self.step

@@ -87,8 +87,8 @@ class Selection:
     def log(self, what: str) -> None:
         """Logs what was loaded and how many of the model's tensors were not; at level DEBUG, where each comes from."""
         total = len(set(self._known.values()))
-        kept = total - len(self.sources)
-        tell(what + (f"; {kept} of the model's {total} tensors keep their values" if kept else ""))
+        unchanged = total - len(self.sources)
+        tell(what + (f"; {unchanged} of the model's {total} tensors keep their values" if unchanged else ""))
         for name, stored in self.sources.items():
             _log.debug(f"'{name}' is loaded from '{stored}'")
 

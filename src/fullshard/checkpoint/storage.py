@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: the narrow interface between checkpoints and a disk or an object store.
+"""Where checkpoints are stored: the narrow interface between checkpoints and a disk or an object store.
 
 A *storage* is one directory of checkpoints. There are two: :mod:`fullshard.checkpoint.local` for directories of the
 operating system, and :mod:`fullshard.checkpoint.remote` for object stores and everything else that fsspec knows. Both
@@ -53,7 +53,7 @@ class Partial(Protocol):
         step: its step.
         largest: the largest size of a file in bytes, if files can be split.
         attempt: what the names of its files contain so that no other save has them; empty if that is not needed.
-        key: tells another rank what to join.
+        key: with it another rank opens the checkpoint.
     """
 
     path: Location
@@ -72,11 +72,11 @@ class Partial(Protocol):
         """Begins a new file. Raises FileNotFoundError if this host does not see :attr:`path`."""
 
     def flush(self) -> None:
-        """Waits until all files that this process has closed are kept."""
+        """Waits until all files that this process has closed are stored."""
 
     def publish(self, manifest: bytes) -> str:
         """Writes the manifest, and makes the checkpoint visible, in one step. Returns its name. The first rank calls
-        it when the files of all ranks are kept."""
+        it when the files of all ranks are stored."""
 
     def discard(self, is_empty: bool = False) -> None:
         """Removes it, unless it was published. Any process may call it at any time, also twice.
@@ -133,7 +133,7 @@ class Storage(Protocol):
         """Begins a checkpoint of a step (``None``: the next one). Raises CheckpointError if it cannot. It first removes
         what saves that were interrupted have left."""
 
-    def join(self, key: str) -> Partial:
+    def open_partial(self, key: str) -> Partial:
         """The checkpoint that another rank has begun, for the files of this rank."""
 
     def remove(self, path: Location) -> bool:

@@ -136,17 +136,15 @@ class Store:
 
     def list(self) -> list[str]:
         """The first part of each name."""
-        return [*self._listed("ls", lambda found: dict.fromkeys(found))]
+        return [*self._listed("ls")]
 
     def sizes(self) -> dict[str, int]:
         """The names of all objects, and their sizes in bytes."""
-        found = self._listed("find", lambda found: found)
-        return {name: int(each["size"] or 0) for name, each in found.items()}
+        return {name: int(each["size"] or 0) for name, each in self._listed("find", detail=True).items()}
 
-    def _listed(self, method: str, by_path: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        detail = method == "find"
+    def _listed(self, method: str, detail: bool = False) -> dict[str, Any]:
         try:
-            found = by_path(self._repeat("", lambda path, limit: self._call(method, limit, path, detail=detail)))
+            found = self._repeat("", lambda path, limit: self._call(method, limit, path, detail=detail))
         except FileNotFoundError:
             return {}
         except CheckpointError as error:
@@ -154,7 +152,8 @@ class Store:
                 return {}
             raise
         below = f"{self._root}/"
-        return {path.rstrip("/").removeprefix(below): each for path, each in found.items() if path.startswith(below)}
+        by_path = found if detail else dict.fromkeys(found)
+        return {path.rstrip("/").removeprefix(below): each for path, each in by_path.items() if path.startswith(below)}
 
     def refuse_missing(self) -> None:
         """Raises CheckpointError if nothing can be saved here, because there is no bucket of this name, because it is

@@ -1,6 +1,6 @@
 """The ranks of a process group that share a host.
 
-Owns their first meeting, the making of shared segments, waits that are bounded and notice a rank that has ended, and
+Owns their rendezvous, the making of shared segments, waits that are bounded and notice a rank that has ended, and
 the barrier between passes. Others decide what is shared.
 """
 
@@ -194,7 +194,7 @@ def find_local_ranks(process_group: dist.ProcessGroup) -> LocalRanks | str:
     local_ranks: LocalRanks | None = None
     with suppress(OSError):
         local_ranks = LocalRanks(process_group, [pid for pid, _, _ in every])
-    met: list[bool] = gather_objects(local_ranks is not None, process_group)
-    if local_ranks is None or not all(met):
-        return f"rank {met.index(False)} cannot see the processes of the others"
+    found: list[bool] = gather_objects(local_ranks is not None, process_group)
+    if local_ranks is None or not all(found):
+        return f"rank {found.index(False)} cannot see the processes of the others"
     return local_ranks

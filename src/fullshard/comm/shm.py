@@ -84,12 +84,12 @@ class ShmTransport(Transport):
     def among(cls, process_group: dist.ProcessGroup, messages: PointToPointTransport) -> ShmTransport | str:
         """The transport of a process group, or why there can be none. Every rank must make the first call."""
         if process_group not in _known:
-            met = find_local_ranks(process_group)
+            local_ranks = find_local_ranks(process_group)
             made: ShmTransport | str = "a rank could not map another rank's memory"
-            if isinstance(met, str):
-                made = met
-            elif met.map_together(control := Segment.reserve((3 * LINE + _ENTRIES) * met.size)):
-                made = cls(met, control, messages)
+            if isinstance(local_ranks, str):
+                made = local_ranks
+            elif local_ranks.map_together(control := Segment.reserve((3 * LINE + _ENTRIES) * local_ranks.size)):
+                made = cls(local_ranks, control, messages)
             _known[process_group] = made
         return _known[process_group]
 

@@ -77,12 +77,12 @@ class DiskWork:
 
     def wait(self) -> None:
         """Wait until all are done. Raises DiskError."""
-        self.settle()
+        self.wait_until_done()
         for block in self.blocks:
             block.result()
         self.blocks = ()
 
-    def settle(self) -> None:
+    def wait_until_done(self) -> None:
         """Wait until none is under way, whether it failed or not."""
         if not self.is_done:
             begin = time.monotonic_ns()
@@ -114,7 +114,7 @@ class DiskStaging:
                 self._free.clear()
             if self._nbytes + nbytes <= self._limit or not self._leaving:
                 break
-            self._leaving[0][1].settle()
+            self._leaving[0][1].wait_until_done()
         self._nbytes += nbytes
         memory = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
         start = -memory.data_ptr() % _ALIGNMENT
@@ -159,9 +159,9 @@ class DiskFile:
         return list(_files.values())
 
     @staticmethod
-    def moved() -> tuple[int, int]:
+    def transferred() -> tuple[int, int]:
         """The bytes that this process has read from such files, and written to them."""
-        return _moved["read"], _moved["write"]
+        return _transferred["read"], _transferred["write"]
 
     def _open(self) -> int:
         if self.direct and hasattr(os, "O_DIRECT") and hasattr(os, "preadv"):  # that reads to aligned memory
@@ -204,7 +204,7 @@ class DiskFile:
         bound_freed(self.staging_bytes)
         self._behind.append((work, nbytes))
         while sum(nbytes for _, nbytes in self._behind) > self.staging_bytes // 2:
-            self._behind.popleft()[0].settle()
+            self._behind.popleft()[0].wait_until_done()
 
     def bounce(self) -> memoryview:
         """The buffer of the thread that calls."""
@@ -224,7 +224,7 @@ class DiskFile:
         )
 
 
-_moved, _counting = {"read": 0, "write": 0}, threading.Lock()
+_transferred, _counting = {"read": 0, "write": 0}, threading.Lock()
 #: The files of this process, by directory and way of access. Closed with the last tensor in them.
 _files: weakref.WeakValueDictionary[tuple[Path, bool, int, int], DiskFile] = weakref.WeakValueDictionary()
 
@@ -332,7 +332,7 @@ class Region:
                 raise self.file.failure(verb, self.what, why)
             done += count if done + count >= length else count // _ALIGNMENT * _ALIGNMENT or count
         with _counting:
-            _moved[verb] += length
+            _transferred[verb] += length
 
     def _length(self, number: int) -> int:
         """The bytes of a block that are the tensor's."""

@@ -1,6 +1,6 @@
-"""Replicas that train apart, and meet every so many optimizer steps.
+"""Replicas that train apart, and synchronize every few optimizer steps.
 
-Between two meetings a replica communicates with no other. At a meeting only the changes of parameters travel::
+Between two synchronizations a replica communicates with no other. Only the changes of parameters are exchanged::
 
     replica 0   anchor ─ step ─ step ─ … ─ step ─▶ parameters ─┐
                                                                ├─▶ mean of (anchor - parameters) ─▶ the next anchor
@@ -8,7 +8,7 @@ Between two meetings a replica communicates with no other. At a meeting only the
 
 The *anchor* is what all replicas have agreed on last. The mean is the gradient with which the outer optimizer steps on
 it, and then the parameters become the anchor. Every rank does this for its shards. Owns the count of steps, the checks,
-and what makes groups forget other replicas. :mod:`fullshard.optim.meeting` owns the anchors and exchanges them.
+and what makes groups forget other replicas. :mod:`fullshard.optim.synchronization` owns the anchors and exchanges them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import plain_name
 from fullshard.group.step import Pass
 from fullshard.group.verify import compare
-from fullshard.optim.meeting import ChangesExchange, FragmentMember, ModelFragment, OuterOptimizer, params_of
+from fullshard.optim.synchronization import ChangesExchange, FragmentMember, ModelFragment, OuterOptimizer, params_of
 from fullshard.policies import expect
 from fullshard.schedule.unit import groups_in
 from fullshard.torch_private import running_backward
 from fullshard.wire_policy import EXACT, WirePolicy
 
 #: The part of its own value that a parameter keeps where an exchange ran beside steps. The rest is the anchor's.
-_KEPT = 0.5
+_OWN_WEIGHT = 0.5
 
 
 class LocalSteps:
@@ -56,16 +56,16 @@ class LocalSteps:
             params, lr=0.7, momentum=0.9, nesterov=True))
         for batch in batches:                   # as before
             model(batch).backward()
-            optimizer.step()                    # every 100th one includes a meeting
+            optimizer.step()                    # every 100th one synchronizes
             optimizer.zero_grad()
 
     Inside of a replica nothing changes. Gradients are means over the ranks of a replica, not over all ranks, and
     ``clip_grad_norm_`` finds the norm of the replica's gradients. The inner optimizer's state is never exchanged, and
     buffers are not either.
 
-    At a meeting each rank has the *anchor*, the parameters after the last meeting, and takes its change, ``anchor -
-    parameters``. The mean of the replicas' changes is the gradient with which the outer optimizer steps on the anchor.
-    The parameters are then set to the anchor. A replica that comes late is waited for at the meeting only.
+    To synchronize, each rank takes the change of its parameters since the last time, ``anchor - parameters``. The mean
+    of the replicas' changes is the gradient with which the outer optimizer steps on the anchor. The parameters are then
+    set to the anchor. A replica that comes late is waited for only then.
 
     The average is that of local SGD (Stich, "Local SGD Converges Fast and Communicates Little", 2019). The outer step
     is that of DiLoCo (Douillard et al., 2023, arXiv 2311.08105). Fragments, overlap and the mixing of parameters are
@@ -76,15 +76,14 @@ class LocalSteps:
             ``outer_zero_stage=0``. All replicas begin with equal parameters, which the first step checks.
         optimizer: steps on all trainable parameters of the model. Its steps are counted: those that a gradient scaler
             skips do not count.
-        every: optimizer steps from one meeting to the next, for each fragment.
+        every: optimizer steps from one synchronization to the next, for each fragment.
         outer: makes an optimizer of a list of parameters, once for each fragment. It must compute element by element,
             because the parameters are this rank's parts: plain tensors, in fp32 or the parameters' dtype if that is
             wider. ``None`` sets the anchor to the mean of the replicas' parameters.
         wire_policy: how changes are encoded on their way, both to where they are averaged (``reduce``) and back
-            (``gather``). What encodings lose on the first way is added to the changes of the next meeting. Changes of
-            scalars travel as they are.
+            (``gather``). What encodings lose on the first way is added to the next changes. Scalars are not encoded.
         fragments: into how many parts the groups of the model are divided. Group ``i`` is in part ``i % fragments``.
-            The parts meet at different steps, evenly spread over ``every``, so that less is exchanged at a time.
+            Their steps are evenly spread over ``every``, so that less is exchanged at a time.
         overlap: optimizer steps for which an exchange runs beside training, before its result is used. A parameter then
             becomes the mean of its value and the anchor's. 0: the step waits for the exchange.
         offload: whether anchors and the outer optimizer's state lie on the CPU.
@@ -164,7 +163,7 @@ class LocalSteps:
 
     @property
     def differing(self) -> list[str]:
-        """Names of the parameters that replicas have changed since their last meeting; empty right after it."""
+        """Names of the parameters that replicas have changed since the last synchronization; empty right after it."""
         apart = (each for each in self._fragments if each.differs and not self._shows_anchor)
         return [param.name for fragment in apart for param in fragment.members]
 
@@ -205,7 +204,7 @@ class LocalSteps:
             if since == (self.overlap + 1) // 2 and self._lane.is_host:
                 fragment.exchange.advance()
             if since == self.overlap:
-                fragment.merge(_KEPT if self.overlap else 0.0)
+                fragment.merge(_OWN_WEIGHT if self.overlap else 0.0)
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:

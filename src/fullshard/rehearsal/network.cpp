@@ -260,8 +260,8 @@ class Network : public Backend {
   template <typename Copy>
   WorkPtr run(const char* kind, double bytes, int rounds, double copied, bool is_async, const Tensors& tensors, Copy copy) {
     auto seconds = size_ == 1 ? 0 : rounds * latency + bytes / bandwidth;
-    auto& [count, moved, taken] = totals[kind];
-    count += 1, moved += int64_t(bytes), taken += seconds;
+    auto& [count, nbytes, taken] = totals[kind];
+    count += 1, nbytes += int64_t(bytes), taken += seconds;
     auto work = c10::make_intrusive<SimulatedWork>();
 #ifdef WITH_CUDA
     if (!tensors.empty() && tensors[0].is_cuda()) {

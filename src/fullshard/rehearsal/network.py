@@ -121,7 +121,7 @@ def _redirect(rank: int, size: int, backends: str) -> None:
     initialize, new_group, names = dist.init_process_group, dist.new_group, dist.get_backend_config
     backend = dist.get_backend
 
-    store = _Store(rank)  # torch keeps what is in C++ of it
+    store = _RankStore(rank)  # torch keeps what is in C++ of it
 
     def init_process_group(
         _: Any = None, init_method: Any = None, timeout: Any = None, *args: Any, **kwargs: Any
@@ -159,7 +159,7 @@ def _redirect(rank: int, size: int, backends: str) -> None:
                 setattr(module, name, by_id[id(value)])
 
 
-class _Store(dist.Store):  # type: ignore[name-defined]
+class _RankStore(dist.Store):  # type: ignore[name-defined]
     """A store in which nobody else writes: a wait for what is not there would last forever, and is an error."""
 
     def __init__(self, rank: int) -> None:
@@ -201,7 +201,7 @@ class _Store(dist.Store):  # type: ignore[name-defined]
         return
 
 
-class _Work(dist.Work):
+class _SimulatedWork(dist.Work):
     """What a collective in Python leaves behind: a point in time, or a point in a stream."""
 
     def __init__(self, deadline: float, event: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -241,7 +241,7 @@ class _PythonNetwork(_Group):
 
     @classmethod
     def totals(cls) -> dict[str, tuple[int, int, float]]:
-        return {kind: (int(count), int(moved), seconds) for kind, (count, moved, seconds) in cls.by_kind.items()}
+        return {kind: (int(count), int(nbytes), seconds) for kind, (count, nbytes, seconds) in cls.by_kind.items()}
 
     @classmethod
     def waited(cls) -> float:
@@ -275,24 +275,24 @@ class _PythonNetwork(_Group):
         return self._rank
 
     def _run(
-        self, kind: str, moved: float, rounds: int, opts: Any, tensors: Sequence[torch.Tensor], copy: Callable[[], Any]
-    ) -> _Work:
+        self, kind: str, nbytes: float, rounds: int, opts: Any, tensors: Sequence[torch.Tensor], copy: Callable[[], Any]
+    ) -> _SimulatedWork:
         begin = time.perf_counter()
-        seconds = 0.0 if self._size == 1 else rounds * self.latency + moved / self.bandwidth
+        seconds = 0.0 if self._size == 1 else rounds * self.latency + nbytes / self.bandwidth
         total = self.by_kind[kind]
-        total[0], total[1], total[2] = total[0] + 1, total[1] + moved, total[2] + seconds
+        total[0], total[1], total[2] = total[0] + 1, total[1] + nbytes, total[2] + seconds
         if tensors and tensors[0].is_cuda:
             work = self._on_device(seconds, getattr(opts, "asyncOp", True), tensors, copy)
         else:
             copy()
             self._free = max(begin, self._free) + seconds
-            work = _Work(self._free, None, tensors)
+            work = _SimulatedWork(self._free, None, tensors)
         _PythonNetwork.seconds_called += time.perf_counter() - begin
         return work
 
     def _on_device(
         self, seconds: float, is_async: bool, tensors: Sequence[torch.Tensor], copy: Callable[[], Any]
-    ) -> _Work:
+    ) -> _SimulatedWork:
         current = torch.cuda.current_stream()
         if not self.clock_rate:
             for _ in range(2):
@@ -313,7 +313,7 @@ class _PythonNetwork(_Group):
             copy()
             event = stream.record_event()
         self._end = None if torch.cuda.is_current_stream_capturing() else event
-        return _Work(0.0, event, tensors)
+        return _SimulatedWork(0.0, event, tensors)
 
     def _reduce(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any) -> None:
         kind, given = op.__getstate__()
@@ -324,16 +324,16 @@ class _PythonNetwork(_Group):
             same = source.view_as(output)
             output.copy_(same if same.dtype is torch.bool or factor == 1 else same * factor)
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> _Work:
+    def broadcast(self, tensors: Any, opts: Any = None) -> _SimulatedWork:
         return self._run("broadcast", _bytes(tensors), 1, opts, tensors, lambda: None)
 
-    def allreduce(self, tensors: Any, opts: Any) -> _Work:
-        moved = 2 * _bytes(tensors) * self._share
-        return self._run("all-reduce", moved, 2, opts, tensors, lambda: self._reduce(tensors, tensors, opts.reduceOp))
+    def allreduce(self, tensors: Any, opts: Any) -> _SimulatedWork:
+        nbytes = 2 * _bytes(tensors) * self._share
+        return self._run("all-reduce", nbytes, 2, opts, tensors, lambda: self._reduce(tensors, tensors, opts.reduceOp))
 
     allreduce_coalesced = allreduce
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _Work:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _SimulatedWork:
         def copy() -> None:
             for every, source in zip(outputs, inputs, strict=True):
                 for output in every:
@@ -342,25 +342,27 @@ class _PythonNetwork(_Group):
         flat = reduce(add, outputs)
         return self._run("all-gather", _bytes(flat) * self._share, 1, opts, [*flat, *inputs], copy)
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _Work:
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _SimulatedWork:
         return self.allgather([list(output.view(self._size, -1)) for output in outputs], inputs, opts)
 
-    def _allgather_base(self, output: Any, source: Any, opts: Any = None) -> _Work:
+    def _allgather_base(self, output: Any, source: Any, opts: Any = None) -> _SimulatedWork:
         return self.allgather_into_tensor_coalesced([output], [source], opts)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> _Work:
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> _SimulatedWork:
         flat = reduce(add, map(list, inputs))
         own = [chunks[self._rank] for chunks in inputs]
         copy = partial(self._reduce, outputs, own, opts.reduceOp)
         return self._run("reduce-scatter", _bytes(flat) * self._share, 1, opts, [*outputs, *flat], copy)
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> _Work:
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> _SimulatedWork:
         return self.reduce_scatter(outputs, [source.view(self._size, -1) for source in inputs], opts)
 
-    def _reduce_scatter_base(self, output: Any, source: Any, opts: Any) -> _Work:
+    def _reduce_scatter_base(self, output: Any, source: Any, opts: Any) -> _SimulatedWork:
         return self.reduce_scatter_tensor_coalesced([output], [source], opts)
 
-    def alltoall_base(self, output: Any, source: Any, output_sizes: Any, sizes: Any, opts: Any = None) -> _Work:
+    def alltoall_base(
+        self, output: Any, source: Any, output_sizes: Any, sizes: Any, opts: Any = None
+    ) -> _SimulatedWork:
         def parts(tensor: torch.Tensor, given: Any) -> list[torch.Tensor]:
             return list(tensor.split(list(given) or tensor.shape[0] // self._size))
 
@@ -373,16 +375,16 @@ class _PythonNetwork(_Group):
                 each.view(-1)[:numel].copy_(own[:numel])
                 each.view(-1)[numel:].zero_()
 
-        moved = max(_bytes(outputs), _bytes(inputs)) * self._share
-        return self._run("all-to-all", moved, 1, opts, [output, source], copy)
+        nbytes = max(_bytes(outputs), _bytes(inputs)) * self._share
+        return self._run("all-to-all", nbytes, 1, opts, [output, source], copy)
 
-    def send(self, tensors: Any, target: int, tag: int) -> _Work:
+    def send(self, tensors: Any, target: int, tag: int) -> _SimulatedWork:
         def copy() -> None:
             self._sent[tag] = tensors[0].clone()
 
         return self._run("send", _bytes(tensors), 1, None, tensors, copy)
 
-    def recv(self, tensors: Any, source: int, tag: int) -> _Work:
+    def recv(self, tensors: Any, source: int, tag: int) -> _SimulatedWork:
         sent = self._sent.get(tag)
         if sent is None or sent.nbytes != tensors[0].nbytes:
             raise RehearsalError(
@@ -394,7 +396,7 @@ class _PythonNetwork(_Group):
             "receive", _bytes(tensors), 1, None, tensors, lambda: tensors[0].copy_(sent.view_as(tensors[0]))
         )
 
-    def barrier(self, opts: Any = None) -> _Work:
+    def barrier(self, opts: Any = None) -> _SimulatedWork:
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return self._run("barrier", 0, 2, None, (), lambda: None)

@@ -103,11 +103,11 @@ class Observer:
         each = {}
         for kind, now in self._network.totals().items():
             then = totals.get(kind)
-            count, moved, seconds = now.count, now.bytes, now.seconds
+            count, nbytes, seconds = now.count, now.bytes, now.seconds
             if then is not None:
-                count, moved, seconds = count - then.count, moved - then.bytes, seconds - then.seconds
+                count, nbytes, seconds = count - then.count, nbytes - then.bytes, seconds - then.seconds
             if count:
-                values = (count / len(times), moved / len(times), seconds / len(times))
+                values = (count / len(times), nbytes / len(times), seconds / len(times))
                 each[kind] = dict(zip(("count", "bytes", "seconds"), values, strict=True))
         self.found |= {"device": str(device), "step, seconds": statistics.median(times), "collectives": each}
         self.found |= {"collectives, seconds": sum(kind["seconds"] for kind in each.values())}

@@ -145,7 +145,7 @@ class Metrics(StepObserver):
             self._gathered[id(group)] = from_others(group.full.buffer.nbytes, ranks)
         if self.clock.streams is not None:
             self.observe_lanes(self._run)
-        self._moved = DiskFile.moved()  # up to the last step
+        self._transferred = DiskFile.transferred()  # up to the last step
         self._uses_disk = any(group.offloaded.disk is not None for group in schedule.groups())
         self.observe_steps()
 
@@ -168,8 +168,8 @@ class Metrics(StepObserver):
     def _figures_of_disk(self, step: _Step) -> dict[str, float]:
         if not self._uses_disk:
             return {}
-        before, self._moved = self._moved, DiskFile.moved()
-        read, written = (now - then for now, then in zip(self._moved, before, strict=True))
+        before, self._transferred = self._transferred, DiskFile.transferred()
+        read, written = (now - then for now, then in zip(self._transferred, before, strict=True))
         seconds = step.disk_waited / 1e9
         return {"disk_waited_seconds": seconds, "disk_read_bytes": read, "disk_written_bytes": written}
 

@@ -296,7 +296,7 @@ class Twins:
         return self._transports[key]
 
     def _parameter(self, param: ShardedParameter) -> ShardedParameter:
-        for module in (*(at.module for at in param.locations), getattr(param, "home", None)):
+        for module in (*(at.module for at in param.locations), getattr(param, "flat_module", None)):
             if module is not None:
                 self._module(module)
         before, values = param.sharded, param.values

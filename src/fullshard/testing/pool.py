@@ -1,6 +1,6 @@
 """A pool of rank processes, seen from the test process: starts them, sends functions, and judges what comes back.
 
-Owns the processes, the store that their groups meet in, and how long a silent rank is waited for. A rank starts when a
+Owns the processes, the store of their rendezvous, and how long a silent rank is waited for. A rank starts when a
 function first needs it and serves all that follow; the ranks of a failed function are ended, and fresh ones start.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 import fullshard_rank_server
-from fullshard.testing.rank import STACKS, CleanUp, Job, Kind, Outcome, Setup, exit_with_parent, serve
+from fullshard.testing.rank import STACKS, CleanUp, Kind, Outcome, RankJob, Setup, exit_with_parent, serve
 
 # What a rank says when a peer has gone: seldom the cause, so it is shown last.
 _CONSEQUENCES = ("connection closed", "connection reset", "broken pipe", "connection refused", "connectfullmesh")
@@ -141,11 +141,11 @@ class RankPool:
             self.close()
         return outcomes
 
-    def _job(self, size: int, payload: bytes, conditions: Conditions, port: int) -> Job:
+    def _job(self, size: int, payload: bytes, conditions: Conditions, port: int) -> RankJob:
         asked = {name: getattr(conditions, name) for name in ("device", "hosts", "init", "seed")}
         timeout = conditions.timeout if conditions.debug is None else _DEBUGGING
         environment = {**fullshard_rank_server.ENVIRONMENT, **os.environ, **conditions.env}
-        return Job(self._number, size, timeout, payload, environment, port, debugged=conditions.debug, **asked)
+        return RankJob(self._number, size, timeout, payload, environment, port, debugged=conditions.debug, **asked)
 
     def _clean_up(self, outcomes: list[Outcome], key: tuple[Any, ...] | None) -> list[Outcome]:
         """Let the ranks clean up, and keep their process group for functions with the same key if all of them can."""

@@ -130,11 +130,11 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """One function to run on ``size`` ranks; ``payload`` holds it pickled, so that a failed import is a failed job.
 
-    ``group`` is the number of the default process group: that of the last job, or a new one, which meets in the store
-    at ``port``. Without ``init`` there is none, and the environment says how to make one.
+    ``group`` is the number of the default process group: that of the last job, or a new one with a rendezvous at
+    ``port``. Without ``init`` there is none, and the environment says how to make one.
     """
 
     group: int
@@ -151,7 +151,7 @@ class Job:
 
 
 @dataclass
-class _State:
+class _RankState:
     """What this process knows of the function that runs on it."""
 
     store: Any = None
@@ -162,7 +162,7 @@ class _State:
     debugger: pdb.Pdb | None = None
 
 
-_state = _State()
+_state = _RankState()
 #: The signal that makes a rank write its stacks. Windows has none.
 STACKS: int | None = getattr(signal, "SIGUSR1", None)
 #: Threads of a rank that is replaced. One that has just started has about ten.
@@ -227,7 +227,7 @@ def exit_with_parent() -> None:
     os._exit(1)
 
 
-def _run(job: Job, rank: int, parent: Connection) -> Any:
+def _run(job: RankJob, rank: int, parent: Connection) -> Any:
     """Run a function, in a new default process group, or in the one that is there."""
     os.environ.clear()
     os.environ.update(job.environment)
@@ -260,7 +260,7 @@ def _run(job: Job, rank: int, parent: Connection) -> Any:
     return value
 
 
-def _told_by_launcher(job: Job, rank: int) -> dict[str, str]:
+def _told_by_launcher(job: RankJob, rank: int) -> dict[str, str]:
     """The variables that torchrun sets: a program that reads them, or makes the default group itself, finds them."""
     here = job.size // job.hosts
     numbers = {

@@ -115,22 +115,22 @@ _WITHOUT_VALUES = ("__get__", "__len__", "__repr__", "data_ptr", "dim", "is_floa
 
 
 class Fragment(ShardedParameter):
-    """A parameter of which each rank holds one run of elements. ``home`` is the module that shows a flat parameter in
-    place of this fragment and others; ``None`` to show the fragment."""
+    """A parameter of which each rank holds one run of elements. ``flat_module`` shows a flat parameter in place of
+    this fragment and others; ``None`` to show the fragment."""
 
     def __init__(
         self,
         param: nn.Parameter,
         locations: list[Location],
         data: DataMesh,
-        home: nn.Module | None,
+        flat_module: nn.Module | None,
         computed_as: torch.dtype | None,
     ) -> None:
         super().__init__(param, locations, data, None)
         self.grad_dtype = "own"
-        self.home = home
+        self.flat_module = flat_module
         self.stored_as = self.dtype  # a cut never moves once it was made
-        self.layout = "flat", 1 if home is not None else max(1, 16 // (computed_as or self.dtype).itemsize)
+        self.layout = "flat", 1 if flat_module is not None else max(1, 16 // (computed_as or self.dtype).itemsize)
         self._attributes = param.__dict__
         self.run: tuple[int, int] = (0, 0)
         self._place: tuple[int, tuple[int, ...]] = (0, ())
@@ -150,7 +150,7 @@ class Fragment(ShardedParameter):
 
     @property
     def values(self) -> torch.Tensor:
-        if self.home is None:
+        if self.flat_module is None:
             return super().values
         return self.part_in(self.sharded) if isinstance(self.sharded, FlatParameter) else self.local
 
@@ -169,7 +169,7 @@ class Fragment(ShardedParameter):
     def set_chunk(self, local: torch.Tensor) -> None:
         before, is_first = self.sharded, not self.is_sharded
         self.local, self.is_sharded = local, True
-        if self.home is not None:
+        if self.flat_module is not None:
             if is_first:
                 self._gradient_hooks = tuple((gradient_hooks(before) or {}).values())
                 nothing = torch.full((), math.nan, dtype=self.dtype, device=local.device).expand(self.shape)
@@ -192,7 +192,7 @@ class Fragment(ShardedParameter):
         grad = self.sharded.grad
         if grad is not None:
             own_memory(grad)
-        return grad if grad is None or self.home is None else self.part_in(grad)
+        return grad if grad is None or self.flat_module is None else self.part_in(grad)
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class Fragment(ShardedParameter):
             self.sharded.requires_grad_(trainable)
 
     def follow_hooks(self) -> None:
-        if self.home is None:
+        if self.flat_module is None:
             super().follow_hooks()
         elif hooks_of_users(self.sharded):
             warn(
@@ -220,7 +220,7 @@ class Fragment(ShardedParameter):
 
     def copy(self, memo: dict[int, Any]) -> Self:
         twin = super().copy(memo)
-        twin.home = copy.deepcopy(self.home, memo)
+        twin.flat_module = copy.deepcopy(self.flat_module, memo)
         return twin
 
 
@@ -235,8 +235,8 @@ class FlatModuleParameters(ModuleParameters):
         group, shards = self._group, self._group.shard.shards
         for number, (section, shard) in enumerate(zip(group.sections, shards, strict=True)):
             fragments = [group.params[i] for i in section.members]
-            home, flat = fragments[0].home, fragments[0].sharded
-            if home is None:
+            flat_module, flat = fragments[0].flat_module, fragments[0].sharded
+            if flat_module is None:
                 continue
             if not isinstance(flat, FlatParameter) or flat.is_meta != shard.is_meta:
                 flat = FlatParameter(shard, flat.requires_grad)
@@ -245,7 +245,7 @@ class FlatModuleParameters(ModuleParameters):
                 flat.data = shard
             for fragment in fragments:
                 fragment.sharded = flat
-            self._flats.append((home, flat_name(number), flat, section))
+            self._flats.append((flat_module, flat_name(number), flat, section))
         super().prepare()
         if not self._flats and group.data.shard_group is None and group.data.replicate_size > 1:
             for index, param in enumerate(group.params):
@@ -253,7 +253,7 @@ class FlatModuleParameters(ModuleParameters):
         shown = [(param.sharded, param.local) for param in group.params if param.local.numel()]
         if self._flats:
             shown = list(zip([flat for _, _, flat, _ in self._flats], shards, strict=True))
-            registered = [(home, {name: flat}) for home, name, flat, _ in self._flats]
+            registered = [(flat_module, {name: flat}) for flat_module, name, flat, _ in self._flats]
             self.as_sharded.registered = self.as_unsharded.registered = registered
         self._where = [(tensor, chunk.data_ptr(), chunk.shape) for tensor, chunk in shown]
 
@@ -288,8 +288,8 @@ class FlatModuleParameters(ModuleParameters):
 
     def show_full(self, full: Mapping[int, nn.Parameter]) -> None:
         if self._flats and full:
-            for home, name, _, _ in self._flats:
-                home._parameters.pop(name, None)
+            for flat_module, name, _, _ in self._flats:
+                flat_module._parameters.pop(name, None)
             for _, _, module, name in self._indexed():
                 module.__dict__.pop(name, None)
         super().show_full(full)
@@ -303,8 +303,8 @@ class FlatModuleParameters(ModuleParameters):
         if not self._flats:
             return super().adopt_replaced()
         replaced = False
-        for (home, name, flat, section), shard in zip(self._flats, self._group.shard.shards, strict=True):
-            shown = home._parameters.get(name)
+        for (flat_module, name, flat, section), shard in zip(self._flats, self._group.shard.shards, strict=True):
+            shown = flat_module._parameters.get(name)
             if shown is None or shown is flat:
                 shown = flat
             elif not isinstance(shown, FlatParameter):

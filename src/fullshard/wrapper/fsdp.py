@@ -124,24 +124,24 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         if backward_prefetch is not None:
             self.backward_prefetch = as_setting(backward_prefetch, BackwardPrefetch, "backward_prefetch")
         self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
-        self._use_orig_params, kept = use_orig_params, self._ignored.params
+        self._use_orig_params, ignored = use_orig_params, self._ignored.params
         device_type = device_mesh.device_type if isinstance(device_mesh, DeviceMesh) else None
-        own = (param for param in module.parameters() if param not in kept)
+        own = (param for param in module.parameters() if param not in ignored)
         device, has_policy = initialise.compute_device(own, device_id, device_type), auto_wrap_policy is not None
         self.sharding_strategy, data = strategy_and_mesh(strategy, process_group, device_mesh, has_policy, device.type)
         if has_policy:
             if strategy in HYBRID and device_mesh is None:  # children do not look for nodes again
                 both = data.shard_group, data.replicate_group
                 process_group = both if self.sharding_strategy in HYBRID else data.replicate_group
-            made = {"process_group": process_group, "sharding_strategy": self.sharding_strategy, "ignored_states": kept}
-            _auto_wrap(module, auto_wrap_policy, self._ignored, {**options, **made}, data)
+            made = {"process_group": process_group, "sharding_strategy": self.sharding_strategy}
+            _auto_wrap(module, auto_wrap_policy, self._ignored, {**options, **made, "ignored_states": ignored}, data)
         else:
-            _check_tree(module, {}, kept, use_orig_params)
+            _check_tree(module, {}, ignored, use_orig_params)
         modules = initialise.managed_modules(module, self._ignored.modules)
         initialise.materialize(modules, param_init_fn, device, self._ignored)
-        found = free_parameters(managed_modules((module,)), kept)
-        kept_too = {None, *self._ignored.buffers}
-        buffers = [(each, name) for each in modules for name in each._buffers if each._buffers[name] not in kept_too]
+        found = free_parameters(managed_modules((module,)), ignored)
+        skipped = {None, *self._ignored.buffers}
+        buffers = [(each, name) for each in modules for name in each._buffers if each._buffers[name] not in skipped]
         extents = refuse_overlaps((module,), found)
         move_to_device(found, modules, device)
         initialise.check_flattenable({at[0].full_name: param for param, at in found.items()}, use_orig_params)
@@ -150,13 +150,13 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         self._fsdp_wrapped_module = module
         auto_reshard = self.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
         unit = WrappedUnit(self, device, precision, auto_reshard)
-        unit.ignored, unit.extents, unit.buffers = {id(param) for param in kept}, extents, buffers
+        unit.ignored, unit.extents, unit.buffers = {id(param) for param in ignored}, extents, buffers
         if self.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
             unit.prefetches_backward = "never" if self.backward_prefetch is None else "after"
         unit.prefetches_forward = forward_prefetch or is_host(device)
         if found:
-            home, computed_as = None if use_orig_params else self.module, precision.param_dtype
-            fragments = [Fragment(param, locations, data, home, computed_as) for param, locations in found.items()]
+            shared = data, None if use_orig_params else self.module, precision.param_dtype
+            fragments = [Fragment(param, locations, *shared) for param, locations in found.items()]
             policy = CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy()
             group_options = GroupOptions(unit.mp_policy, policy, FULL_SHARD if auto_reshard else SHARD_GRAD_OP)
             group_options.keep_computed_dtype = precision.keep_low_precision_grads
@@ -384,7 +384,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
 
 
 def _check_tree(
-    root: nn.Module, chosen: Mapping[nn.Module, Mapping[str, Any]], kept: set[nn.Parameter], use_orig_params: bool
+    root: nn.Module, chosen: Mapping[nn.Module, Mapping[str, Any]], ignored: set[nn.Parameter], use_orig_params: bool
 ) -> Found:
     """Check ``root`` and the modules inside that were ``chosen``, the innermost first, before the first is wrapped.
     Returns the parameters that are to be sharded."""
@@ -393,7 +393,7 @@ def _check_tree(
     for module, overrides in [*chosen.items(), (root, dict[str, Any]())]:
         managed = managed_modules((module,), before)
         check_modules((), managed)
-        found = free_parameters(managed, kept.union(every))
+        found = free_parameters(managed, ignored.union(every))
         named = {locations[0].full_name: param for param, locations in found.items()}
         initialise.check_flattenable(named, overrides.get("use_orig_params", use_orig_params), were_moved=False)
         every.update(found)
@@ -401,7 +401,7 @@ def _check_tree(
     return every
 
 
-def _auto_wrap(root: nn.Module, policy: Any, kept: initialise.Ignored, options: dict[str, Any], data: DataMesh) -> None:
+def _auto_wrap(root: nn.Module, policy: Any, but: initialise.Ignored, options: dict[str, Any], data: DataMesh) -> None:
     """Wrap the modules inside of ``root`` that a policy chooses, the innermost first."""
     for name, module in root.named_modules():
         if isinstance(module, FullyShardedDataParallel):
@@ -409,8 +409,8 @@ def _auto_wrap(root: nn.Module, policy: Any, kept: initialise.Ignored, options: 
     precision = options["mixed_precision"]
     apart = () if precision is None else tuple(precision._module_classes_to_ignore)
     forced = {cls: {"mixed_precision": None} for cls in apart}
-    chosen, paths = targets(root, policy, kept.modules, kept.params, forced), paths_in(root)
-    found = _check_tree(root, chosen, kept.params, options["use_orig_params"])
+    chosen, paths = targets(root, policy, but.modules, but.params, forced), paths_in(root)
+    found = _check_tree(root, chosen, but.params, options["use_orig_params"])
     named = [(plain_name(name), param) for name, param in root.named_parameters() if param in found]
     described = [f"'{name}' of shape {tuple(param.shape)}, {param.dtype}" for name, param in named]
     for group in (data.replicate_group, data.shard_group):

@@ -140,10 +140,10 @@ def materialize(modules: list[nn.Module], param_init_fn: Any, device: torch.devi
     for tensors, name, old in before:
         if old in made and name in tensors:
             tensors[name] = made[old]
-    for kept in (but.params, but.buffers):
-        known: set[Any] = {made.get(tensor, tensor) for tensor in kept}
-        kept.clear()
-        kept.update(known)
+    for ignored_tensors in (but.params, but.buffers):
+        known: set[Any] = {made.get(tensor, tensor) for tensor in ignored_tensors}
+        ignored_tensors.clear()
+        ignored_tensors.update(known)
     for module in modules:
         if left := on_meta(module):
             raise RuntimeError(

@@ -141,9 +141,6 @@ class FullStateDictConfig(StateDictConfig):
     Args:
         offload_to_cpu: whether the values lie on the CPU.
         rank0_only: whether all ranks but the first get an empty dict.
-
-    Raises:
-        TypeError: a field is neither ``True`` nor ``False``.
     """
 
     rank0_only: bool = False
@@ -151,21 +148,13 @@ class FullStateDictConfig(StateDictConfig):
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """How a model's local state dict returns each rank's flat parameters.
-
-    Args:
-        offload_to_cpu: whether the values lie on the CPU.
-    """
+    """How a model's local state dict returns each rank's flat parameters: with ``offload_to_cpu`` on the CPU."""
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """How a model's sharded state dict returns each rank's parts.
-
-    Args:
-        offload_to_cpu: whether the values lie on the CPU.
-        _use_dtensor: without effect, only because PyTorch has it: the values are always DTensors.
-    """
+    """How a model's sharded state dict returns each rank's parts: as DTensors, whatever ``_use_dtensor`` says, and with
+    ``offload_to_cpu`` on the CPU."""
 
     _use_dtensor: bool = False
 
@@ -192,9 +181,6 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
     Args:
         offload_to_cpu: whether the values lie on the CPU.
         rank0_only: whether all ranks but the first get an empty dict, and a load uses only the first rank's dict.
-
-    Raises:
-        TypeError: a field is neither ``True`` nor ``False``.
     """
 
     rank0_only: bool = False
@@ -202,23 +188,15 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """The optimizer's side of a local state dict.
-
-    Args:
-        offload_to_cpu: whether the values lie on the CPU.
-    """
+    """The optimizer's side of a local state dict: with ``offload_to_cpu`` on the CPU."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """How an optimizer's sharded state dict returns each rank's parts.
-
-    Args:
-        offload_to_cpu: whether the values lie on the CPU.
-        _use_dtensor: without effect: the values are always DTensors.
-    """
+    """How an optimizer's sharded state dict returns each rank's parts: as DTensors, whatever ``_use_dtensor`` says, and
+    with ``offload_to_cpu`` on the CPU."""
 
     _use_dtensor: bool = False
 

@@ -1,4 +1,4 @@
-"""What replicas exchange when they meet, and what becomes of it."""
+"""What replicas exchange when they synchronize, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import SGD
 from fullshard import WirePolicy, fully_shard
 from fullshard.comm.select import select_transport
 from fullshard.device import CPU, Lane
-from fullshard.optim.meeting import ChangesExchange, FragmentMember, ModelFragment
+from fullshard.optim.synchronization import ChangesExchange, FragmentMember, ModelFragment
 from fullshard.wire_policy import EXACT
 from tests.fully_shard.cases import groups_of
 from tests.harness import World, ranks
@@ -49,7 +49,7 @@ def test_parameters_become_the_anchor_or_the_mean_of_both(world: World) -> None:
     fragment = fragment_of()
     before = [each.param.values.clone() for each in fragment.members]
     changed(fragment, 1.0)
-    fragment.show(fragment.anchors, kept=0.5)
+    fragment.show(fragment.anchors, own_weight=0.5)
     for each, values in zip(fragment.members, before, strict=True):
         torch.testing.assert_close(each.param.values, values - 0.5)
     fragment.show(fragment.anchors)
@@ -70,7 +70,7 @@ def test_the_mean_change_is_a_gradient_of_the_anchor(world: World, has_outer: bo
 
 
 @ranks(2)
-def test_what_an_encoding_loses_comes_at_the_next_meeting(world: World) -> None:
+def test_what_an_encoding_loses_comes_at_the_next_synchronization(world: World) -> None:
     plain, fragment = fragment_of(), fragment_of(policy=WirePolicy("exact", "int4", min_numel=0))
     for each in (plain, fragment):
         generator = torch.Generator().manual_seed(world.rank)

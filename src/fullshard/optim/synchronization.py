@@ -1,8 +1,8 @@
-"""The meeting of replicas that train apart: what they exchange, and what becomes of it.
+"""The synchronization of replicas that train apart: what they exchange, and what becomes of it.
 
 Owns the *anchors*, the parameters on which all replicas have agreed last, and the outer optimizers that step on them. A
-:class:`ModelFragment` has those of the parameters that meet at the same steps, and a :class:`ChangesExchange` is one of
-its meetings on the way::
+:class:`ModelFragment` has those of the parameters that are synchronized at the same steps, and a
+:class:`ChangesExchange` is one of its synchronizations on the way::
 
     anchor - parameters ─▶ changes ──reduce-scatter──▶ a part of their mean ──all-gather──▶ the mean, as a gradient
 
@@ -117,16 +117,16 @@ def _sections_of(
 
 
 class ModelFragment:
-    """Parameters that meet at the same steps.
+    """Parameters that are synchronized at the same steps.
 
     Attributes:
-        phase: their number of steps, modulo the steps from one meeting to the next.
+        phase: their number of steps, modulo the steps from one synchronization to the next.
         anchors: this rank's part of each, on which all replicas agree.
         outer: steps on the anchors; ``None``: they become the mean.
-        differs: whether replicas have changed the parameters since their last meeting.
-        exchange: the meeting that is under way.
+        differs: whether replicas have changed the parameters since they were last synchronized.
+        exchange: the synchronization that is under way.
         sections: how the changes travel.
-        lost: by position, what encodings have lost of the changes of this replica, to be added at the next meeting.
+        lost: by position, what encodings have lost of the changes of this replica, to be added the next time.
     """
 
     def __init__(
@@ -165,17 +165,17 @@ class ModelFragment:
             anchor.copy_(each.param.values)
 
     @torch.no_grad()
-    def show(self, tensors: Iterable[torch.Tensor], kept: float = 0.0) -> None:
-        """Set the parameters to these values, or to the mean of both in which their own value is ``kept``."""
+    def show(self, tensors: Iterable[torch.Tensor], own_weight: float = 0.0) -> None:
+        """Set the parameters to these values, or to the mean of both in which their own value has ``own_weight``."""
         for each, wanted in zip(self.members, tensors, strict=True):
             values = each.param.values
             wanted = wanted.detach().to(values.device)
-            values.copy_(wanted.lerp(values.to(wanted.dtype), kept) if kept else wanted)
+            values.copy_(wanted.lerp(values.to(wanted.dtype), own_weight) if own_weight else wanted)
         for group in {id(each.group): each.group for each in self.members}.values():
             group.writes += 1
 
     @torch.no_grad()
-    def merge(self, kept: float) -> None:
+    def merge(self, own_weight: float) -> None:
         """Wait for the exchange, step on the anchor, and set the parameters to it."""
         exchange, self.exchange = self.exchange, None
         assert exchange is not None
@@ -188,8 +188,8 @@ class ModelFragment:
             self.outer.step()
         for anchor in self.anchors:
             anchor.grad = None
-        self.show(self.anchors, kept)
-        self.differs = bool(kept)
+        self.show(self.anchors, own_weight)
+        self.differs = bool(own_weight)
 
     def outer_state(self, index: int) -> dict[str, Any]:
         """The outer state of one parameter. Before the first outer step it has tensors to load into."""
@@ -282,7 +282,7 @@ class ChangesExchange:
         if has_peers(self._process_group):
             mine = torch.tensor(self._said, device=device_of(self._process_group))
             every = mine.new_empty(self._process_group.size() * len(mine))
-            with waiting("the meeting of replicas", self._process_group):
+            with waiting("the synchronization of replicas", self._process_group):
                 self._heard = all_gather_single(every, mine, group=self._process_group, async_op=True), every
         self._mark = lane.run(self._start)
 
@@ -312,16 +312,16 @@ class ChangesExchange:
         heard, self._heard = self._heard, None
         if heard is None:
             return
-        with waiting("the meeting of replicas", self._process_group):
+        with waiting("the synchronization of replicas", self._process_group):
             heard[0].wait()
             said = heard[1].tolist()
         pairs = list(zip(said[::2], said[1::2], strict=True))
         for rank, pair in zip(dist.get_process_group_ranks(self._process_group), pairs, strict=True):
             if pair != self._said:
                 raise RuntimeError(
-                    f"replicas meet at different steps: rank {dist.get_rank()} brings fragment {self._said[1]} after "
-                    f"step {self._said[0]}, and rank {rank} brings fragment {pair[1]} after step {pair[0]}. Load the "
-                    f"same state into LocalSteps on all ranks"
+                    f"replicas synchronize at different steps: rank {dist.get_rank()} brings fragment {self._said[1]} "
+                    f"after step {self._said[0]}, and rank {rank} brings fragment {pair[1]} after step {pair[0]}. Load "
+                    f"the same state into LocalSteps on all ranks"
                 )
 
     def wait(self) -> list[torch.Tensor]:
