@@ -199,7 +199,7 @@ class _EncodedExchange:
         )
 
     def finish(self) -> None:
-        WAITS.current = self.carrier.waits_for
+        WAITS.current, begin = self.carrier.waits_for, WAITS.clock() if WAITS.listeners else 0
         WAITS.count += 1
         try:
             if self.running is not None:
@@ -208,6 +208,8 @@ class _EncodedExchange:
                 self._read()
         finally:
             WAITS.current = None
+            if begin:
+                WAITS.tell(self.carrier.waits_for, begin)
         self._lease.give_back()
 
     def run(self) -> None:
