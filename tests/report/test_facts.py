@@ -11,6 +11,7 @@ from torch import nn
 import fullshard
 from fullshard.report.advice import advise
 from fullshard.report.explain import Explanation, explain
+from fullshard.report.meta_step import ExchangeTotal
 from tests.group.test_extension import Bf16Gathered
 
 LOW = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -44,10 +45,10 @@ def test_advice_on_padding_names_the_group_that_has_most_of_it() -> None:
 
 def test_a_rank_sends_its_part_of_a_parameter_with_a_gather_of_its_own_to_each_other() -> None:
     def build() -> nn.Module:
-        model = nn.Linear(6, 8, bias=False)
+        model = nn.Linear(16, 8, bias=False)
         model.weight = nn.Parameter(Bf16Gathered(model.weight.detach()))
         return fullshard.fully_shard(model)
 
-    (group,) = explain(build, ranks=4).groups
-    assert group.parameters[0].extends
-    assert group.gather.sent == 3 * (2 * 6 * 4)
+    found = explain(build, ranks=4)
+    assert found.groups[0].parameters[0].extends
+    assert found.traffic[0] == ExchangeTotal("gather in forward", 1, 3 * (2 * 16 * 4))
