@@ -162,9 +162,7 @@ def test_wires_between_replicas_send_and_keep_what_was_predicted(world: World, t
     check(model, world)
     told = explain(model)
     assert "in blocks of 128, with error feedback between replicas" in " ".join(str(told).split())
-    assert sum(group.feedback for group in told.groups) == sum(
-        2 * group.replica_gradients // 4 for group in told.groups
-    )
+    assert sum(group.feedback for group in told.groups) == sum(2 * group.gradient // 4 for group in told.groups)
 
 
 @ranks(2)

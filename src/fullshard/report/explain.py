@@ -92,14 +92,14 @@ class Explanation:
         state = {kind: round(self.optimizer_bytes * elements) for kind, elements in trained.items()}
         lost = sum(group.feedback for group in self.groups)
         kinds = {**shards, **state, "what encodings lost": lost, "outside of groups": self.facts.outside}
-        at_rest = tuple((kind, 1, nbytes) for kind, nbytes in kinds.items() if nbytes)
-        at_rest += () if self.groups[0].is_host else (WORKSPACES,)
+        always = tuple((kind, 1, nbytes) for kind, nbytes in kinds.items() if nbytes)
+        always += () if self.groups[0].is_host else (WORKSPACES,)
         return (
-            Phase("at rest", at_rest),
-            Phase("forward, at its peak", at_rest + self._peak("forward")),
-            Phase("backward, at its peak", at_rest + self._peak("backward")),
-            Phase("between steps", at_rest + self.step.kept),
-            Phase("after free_buffers()", at_rest),
+            Phase("at rest", always),
+            Phase("forward, at its peak", always + self._peak("forward")),
+            Phase("backward, at its peak", always + self._peak("backward")),
+            Phase("between steps", always + self.step.kept),
+            Phase("after free_buffers()", always),
         )
 
     def _peak(self, during: Pass) -> tuple[Part, ...]:

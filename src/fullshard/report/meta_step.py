@@ -117,10 +117,10 @@ class PredictedStep:
 
     Attributes:
         events: the actions of the rank, in order.
-        peaks: the memory at the peak of each pass, beyond the memory at rest.
+        peaks: the memory at the peak of each pass, beyond shards, optimizer state and what no group has.
         kept: the memory that is kept for the next step.
         beside: the most bytes on the device that come and go at each moment, beside what is kept.
-        at: the memory at the peak of each moment, beyond the memory at rest.
+        at: the same at the peak of each moment.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -194,7 +194,13 @@ class MetaStep:
         self._most: dict[Any, tuple[int, list[tuple[str, int]], list[tuple[str, int]]]] = {}
         self.allocations, self._known = 0, -1  # of slots, and how many of them are known
         self._slots, self._in_slots = list[tuple[str, int]](), 0
-        self._rested = {group: _rested(group) for group in self.groups if group.options.post_forward_mesh is not None}
+        meshes = {group: group.options.post_forward_mesh for group in self.groups}
+        #: The bytes of groups that are sharded over a smaller mesh between forward and backward.
+        self._post_forward = {
+            group: shard_bytes([each.over(mesh.shard_size) for each in group.sections], group.compute_dtypes)
+            for group, mesh in meshes.items()
+            if mesh is not None
+        }
         self._is_host = facts.groups[0].is_host
         self._position = {group: at for at, group in enumerate(self.groups)}
         first: dict[Unit, float] = {}  # when forward runs the units
@@ -428,7 +434,7 @@ class MetaStep:
         held = [*self._reduced.items(), *(("messages", piece.nbytes) for piece in self._pieces.values())]
         held += [("gradients as autograd made them", made), ("the gradient that autograd makes", gone)]
         held += [("gradients on their way to a disk", self._behind)]
-        for group, nbytes in self._rested.items():
+        for group, nbytes in self._post_forward.items():
             held += [("post-forward shards", nbytes)] if group.full._post_forward is not None else []
         return held
 
@@ -447,13 +453,6 @@ def _parts(held: Iterable[tuple[str, int]]) -> tuple[Part, ...]:
     order = {kind: _ORDER.index(kind.removesuffix(ON_CPU).removesuffix(ON_DISK)) for kind, _ in found}
     sizes = sorted(found, key=lambda each: (order[each[0]], *each))
     return tuple((kind, found[kind, nbytes], nbytes) for kind, nbytes in sizes)
-
-
-def _rested(group: ParamGroup) -> int:
-    """The bytes of what a group keeps between forward and backward on a smaller mesh."""
-    mesh = group.options.post_forward_mesh
-    assert mesh is not None
-    return shard_bytes([section.over(mesh.shard_size) for section in group.sections], group.compute_dtypes)
 
 
 def _is_full(_: object) -> bool:

@@ -13,13 +13,12 @@ import zlib
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fullshard.comm.process_group import decoded, encoded, gather_objects
+from fullshard.comm.process_group import gather_objects
 from fullshard.comm.waits import waiting
 from fullshard.platforms import host_id
 from fullshard.policies import local_path
@@ -34,11 +33,7 @@ _EXCHANGES = 16
 
 
 class Trace:
-    """What ranks did in a few steps. Made by :func:`profile`, or read from a file by :meth:`load`.
-
-    Attributes:
-        ranks: the trace of each rank. Before :meth:`gather` only this rank's; after it, on rank 0, those of all.
-    """
+    """What ranks did in a few steps. Made by :func:`profile`, or read from a file by :meth:`load`."""
 
     def __init__(self, ranks: list[RankTrace] | None = None) -> None:
         self._ranks = ranks or []
@@ -195,12 +190,7 @@ def _gather_to_rank_0(mine: RankTrace) -> list[RankTrace]:
     """Returns the traces of all ranks on rank 0, and an empty list elsewhere. Every rank must call it."""
     if not dist.is_initialized():
         return [mine]
-    data = encoded(zlib.compress(json.dumps(asdict(mine)).encode()), None)
-    lengths = gather_objects(data.numel(), None)
-    padded = data.new_zeros(max(lengths))
-    padded[: data.numel()] = data
-    received = [torch.empty_like(padded) for _ in lengths] if dist.get_rank() == 0 else None
+    received: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     with waiting("the traces of all ranks", None):
-        dist.gather(padded, received, dst=0)
-    texts = (decoded(data[:length]) for data, length in zip(received or (), lengths, strict=False))
-    return [as_rank(json.loads(zlib.decompress(text))) for text in texts]
+        dist.gather_object(zlib.compress(json.dumps(asdict(mine)).encode()), received, dst=0)
+    return [as_rank(json.loads(zlib.decompress(text))) for text in received or ()]
