@@ -8,27 +8,69 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.buffer.sections import full_bytes, full_starts, shard_bytes
+from fullshard import tree
+from fullshard.buffer.sections import Section, full_bytes, full_starts, shard_bytes
 from fullshard.comm.select import choose_transport
 from fullshard.device import is_host
 from fullshard.group.feedback import feedback_bytes
 from fullshard.group.gradient_dtypes import GradientDtypes
+from fullshard.group.owners import owner_of
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.group.strategy import Placement
-from fullshard.report.offloaded_facts import OffloadedFacts, offloaded_facts
-from fullshard.report.outside import bytes_outside
 from fullshard.schedule.unit import Unit, unit_of, units_in
-from fullshard.strangers import strangers_in
-from fullshard.text import dtype_name, wire_text
+from fullshard.strangers import known_to, strangers_in
+from fullshard.text import dtype_name, percent, wire_text
+from fullshard.torch_private import plain_parts, storage_id
 from fullshard.wrap import repeated_blocks
+
+#: How the names of kinds of memory end that are offloaded.
+ON_CPU, ON_DISK = " on the CPU", " on a disk"
+
+
+@dataclass(frozen=True)
+class OffloadedFacts:
+    """What of a group is offloaded, on this rank. Sizes are in bytes.
+
+    Attributes:
+        what: ``"parameters"`` with their gradients and optimizer state, ``"optimizer state"``, or ``""`` for nothing.
+        place: ``" on the CPU"``, ``" on a disk"``, or ``""``.
+        shard, reduced: how much of the shard and of the reduced gradients is offloaded.
+        trained: the number of elements whose optimizer state is offloaded.
+        behind: the most bytes of gradients that are in memory while they are written to a disk, which is half of what
+            an optimizer's step may read and write at once.
+    """
+
+    what: str = ""
+    place: str = ""
+    shard: int = 0
+    reduced: int = 0
+    trained: int = 0
+    behind: int = 0
+
+    def split(self, kind: str, nbytes: int, offloaded: int) -> dict[str, int]:
+        """Divides ``nbytes`` of a kind of memory into those in place, and those that are offloaded."""
+        return {kind: nbytes - offloaded, kind + self.place: offloaded} if self.place else {kind: nbytes}
+
+    def part(self, state: float, parameters: float) -> OffloadedFacts:
+        """About what is offloaded with smaller shares of a group."""
+        shard, reduced, trained = self.shard * parameters, self.reduced * parameters, self.trained * state
+        return replace(self, shard=round(shard), reduced=round(reduced), trained=round(trained))
+
+    def text(self, shard: int, trained: int) -> str:
+        """Says how much is offloaded of ``shard`` bytes of parameters, and of the state of ``trained`` elements."""
+        shares = {"parameters": self.shard / max(1, shard), "optimizer state": self.trained / max(1, trained)}
+        if round(shares["parameters"], 3) in (0, round(shares["optimizer state"], 3)):
+            shares = {self.what: shares[self.what]}
+        parts = [f"{percent(share, 1)} of the {kind}" if share < 1 else kind for kind, share in shares.items()]
+        return " and ".join(parts) + self.place
 
 
 @dataclass(frozen=True)
@@ -356,3 +398,45 @@ def _class_of(module: nn.Module) -> str:
 
 def _dtype_names(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(dtype_name, dtypes)))
+
+
+def offloaded_facts(group: ParamGroup, shards: Sequence[Section], gradients: Sequence[Section]) -> OffloadedFacts:
+    """What of a group is offloaded, given the sections of its shard and of its reduced gradients."""
+    offloaded = group.offloaded
+    if not offloaded.state:
+        return OffloadedFacts()
+
+    def nbytes(sections: Sequence[Section]) -> int:
+        return sum(_elements(group, each, offloaded.parameters) * each.dtype.itemsize for each in sections)
+
+    return OffloadedFacts(
+        what="parameters" if offloaded.parameters else "optimizer state",
+        place=ON_CPU if offloaded.disk is None else ON_DISK,
+        shard=nbytes(shards),
+        reduced=nbytes(gradients),
+        trained=sum(_elements(group, each, offloaded.state) for each in gradients),
+        behind=0 if offloaded.disk is None else offloaded.disk.staging_bytes // 2,
+    )
+
+
+def _elements(group: ParamGroup, section: Section, chosen: frozenset[int]) -> int:
+    """The elements of a section's shard that belong to chosen parameters. Padding beside these counts as theirs."""
+    others = [group.params[index].local.numel() for index in section.members if index not in chosen]
+    return section.plan.shard_numel - sum(others) if len(others) < len(section.members) else 0
+
+
+def bytes_outside(model: nn.Module, groups: Sequence[ParamGroup]) -> int:
+    """The bytes of the tensors that belong to no group, in attributes of the model's modules and in containers there.
+    Tensors that share memory count once, with all of it: a view keeps the whole tensor of a parameter alive."""
+    params = [param for group in groups for param in group.params]
+    known = known_to(groups) | {id(param.hidden) for param in params}
+    views = {(place.module, place.name) for param in params for place in param.locations}  # of a flat parameter
+    values = [
+        value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (torch.Tensor, list, tuple, dict)) and (module, name) not in views
+    ]
+    found = [each for each in tree.tensors(values) if id(each) not in known and owner_of(each) is None]
+    parts = {storage_id(part): part for tensor in found for part in plain_parts(tensor)}
+    return sum(part.untyped_storage().nbytes() for key, part in parts.items() if key)

@@ -27,8 +27,7 @@ from fullshard.group.gradient_views import MessageViews
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import local_tensor
 from fullshard.report.activations import Moment, Pass
-from fullshard.report.facts import ModelFacts
-from fullshard.report.offloaded_facts import ON_CPU, ON_DISK
+from fullshard.report.facts import ON_CPU, ON_DISK, ModelFacts
 from fullshard.report.twins import Exchange, SilentStreams, Twins, What
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.step_log import StepLog
