@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from benchmarks.figures import Spread, exact, middle, ratio
 from benchmarks.goals import excess
-from fullshard.report.palette import BLACK, BLUE, ORANGE, SKY, VERMILION, WHITE, Look
+from fullshard.report.pictures import BLACK, BLUE, ORANGE, SKY, VERMILION, WHITE, Look
 
 Results = dict[str, Any]
 T = TypeVar("T")

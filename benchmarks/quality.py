@@ -111,7 +111,7 @@ def draw(found: dict[str, list[list[tuple[float, float]]]], file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from fullshard.report.palette import RANKS
+    from fullshard.report.pictures import RANKS
 
     figure, axes = plt.subplots(figsize=(7.5, 4.2))
     styles = ["-", "--", "-.", ":"]

@@ -31,6 +31,7 @@ from torch import nn
 import fullshard
 from benchmarks.models import Work
 from benchmarks.ranks import run_ranks
+from fullshard.comm.waits import Waits
 from fullshard.report import watching
 
 #: Many groups, each with little to compute.
@@ -90,12 +91,11 @@ def _quarter(times: list[float]) -> float:
 
 @contextmanager
 def _timed() -> Iterator[dict[str, list[float]]]:
-    """Measure the functions that look on: those in the places of methods by their names, waits, and ends of steps."""
+    """Measure the functions that look on: those that listen, those that run the work of lanes, and ends of steps."""
     spent: defaultdict[str, list[float]] = defaultdict(list)
-    current: Any = watching._ObservedWaits.current
-    params_of, around, now = watching.StepObserver.params_of, watching.Overrides.around, time.perf_counter
+    params_of, listen, now = watching.StepObserver.params_of, watching.StepObserver._listen, time.perf_counter
 
-    def in_place(name: str, function: Callable[..., Any], method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def in_place(function: Callable[..., Any], method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         below = 0.0
 
         def timed_method(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ def _timed() -> Iterator[dict[str, list[float]]]:
         try:
             return function(timed_method, *args, **kwargs)
         finally:
-            spent[name].append(now() - begin - below)
+            spent["lanes"].append(now() - begin - below)
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -121,13 +121,14 @@ def _timed() -> Iterator[dict[str, list[float]]]:
 
         return call
 
-    def put_timed(self: Any, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        around(self, owner, name, partial(in_place, name, function))
+    def listen_timed(self: Any, listeners: list[Any], listener: Callable[..., Any]) -> None:
+        is_log = listeners is self.schedule.log.listeners
+        listen(self, listeners, timed("log", listener) if is_log else partial(in_place, listener))
 
     with ExitStack() as puts:
         put = mock.patch.object
-        puts.enter_context(put(watching.Overrides, "around", put_timed))
-        puts.enter_context(put(watching._ObservedWaits, "current", property(current.fget, timed("wait", current.fset))))
+        puts.enter_context(put(watching.StepObserver, "_listen", listen_timed))
+        puts.enter_context(put(Waits, "tell", timed("wait", Waits.tell)))
         puts.enter_context(put(watching.StepObserver, "params_of", timed("optimizer", params_of)))
         puts.enter_context(put(watching.StepObserver, "stepped", timed("end", watching.StepObserver.stepped)))
         yield spent

@@ -28,7 +28,7 @@ from benchmarks import resident
 from benchmarks.models import Work
 from benchmarks.ranks import run_ranks
 from fullshard import fully_shard_blocks
-from fullshard.report.palette import BLUE, STATES, VERMILION
+from fullshard.report.pictures import BLUE, STATES, VERMILION
 from fullshard.schedule.step_log import StepEvent
 
 WORK = Work("timeline", blocks=4, width=768, sequence=192)

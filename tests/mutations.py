@@ -381,7 +381,7 @@ MUTATIONS = (
     ),
     Mutation(
         "schedule/schedule.py",
-        'self.passes.leave("the end of a backward")',
+        'self.passes.leave("backward")',
         "pass",
         "tests/fully_shard/test_shared_memory.py::test_after_a_backward_autograd_reads_nothing_that_ranks_share",
     ),

@@ -6,6 +6,7 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
+from fullshard import misuse
+from fullshard.misuse import buffers_on_meta
 from tests.harness import World, ranks
 from tests.harness.models import seeded
 
@@ -198,3 +201,38 @@ def test_a_rank_without_a_part_reads_no_number(world: World) -> None:
     else:
         with pytest.raises(RuntimeError, match="None"):
             total.item()
+
+
+class WithBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("saved", torch.zeros(2))
+        self.inner.register_buffer("table", torch.zeros(2), persistent=False)
+
+
+def test_buffers_that_no_state_dict_fills_are_found_by_their_paths() -> None:
+    with torch.device("meta"):
+        model = WithBuffers()
+    assert buffers_on_meta(model) == [(model.inner, "table", "inner.table")]
+    assert buffers_on_meta(model.inner) == [(model.inner, "table", "table")]
+    assert buffers_on_meta(WithBuffers()) == []
+
+
+def test_buffers_that_nobody_wrote_after_to_empty_are_named() -> None:
+    model, emptied = WithBuffers(), torch.empty(2)
+    unit: Any = SimpleNamespace(emptied=[])
+    schedule: Any = SimpleNamespace(units=[unit])
+    noted = [(emptied, model.inner, "table", "inner.table")]
+    model.inner.table = emptied
+    unit.emptied = [*noted]
+    with pytest.warns(UserWarning, match=r"left uninitialized by to_empty\(\): \['inner.table'\]"):
+        misuse._warn_of_emptied(schedule, unit)
+    assert not unit.emptied
+    emptied.fill_(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        unit.emptied = [*noted]
+        misuse._warn_of_emptied(schedule, unit)
+        model.inner.table, unit.emptied = torch.empty(2), [*noted]  # another one, which to_empty() did not leave
+        misuse._warn_of_emptied(schedule, unit)

@@ -17,7 +17,7 @@ from torch import nn
 
 import fullshard
 from fullshard.report.explain import Explanation
-from fullshard.report.palette import MEMORY
+from fullshard.report.pictures import MEMORY
 from fullshard.report.tables import estimate_text
 
 PICTURES = Path(__file__).parent

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -196,12 +197,21 @@ class Lane:
         self._device = device
         self._stream = None if device in HOSTS else _streams.make(device)
         self.is_host = self._stream is None  # communication runs by itself there
+        #: Are called in turn with :meth:`run`, to be called, and its arguments. They return the mark.
+        self.observers: list[Callable[..., Mark]] = []
 
     def run(
-        self, start: Callable[[], Pending], then: Callable[[], None] | None = None, after: Sequence[Mark] | None = None
+        self,
+        start: Callable[[], Pending],
+        then: Callable[[], None] | None = None,
+        after: Sequence[Mark] | None = None,
+        observed: int = 0,
     ) -> Mark:
         """Start communication and what follows it, after the marks ``after`` (all that the current lane holds so far).
-        On a stream everything is enqueued at once; on the CPU ``then`` runs when the mark is first waited for."""
+        On a stream everything is enqueued at once; on the CPU ``then`` runs when the mark is first waited for.
+        ``observed`` is the number of observers that were called."""
+        if self.observers and observed < len(self.observers):
+            return self.observers[observed](partial(self.run, observed=observed + 1), start, then, after)
         if self._stream is None:
             finish = start().finish
             return HostMark((finish,) if then is None else (finish, then))

@@ -1,14 +1,15 @@
-"""Explains three mistakes for which torch's own errors name neither the module nor the remedy, or are missing.
+"""Explains four mistakes for which torch's own errors name neither the module nor the remedy, or are missing.
 
 First, a module runs outside the forward of its unit, where its parameters are sharded. Second, plain tensors of a state
-dict are loaded into sharded parameters. Third, a program reads a number of which this rank has a part. Owns the hooks
-that notice this. In a step only the root's own modules, such as an embedding and a head, have one: these are the parts
-of a model that programs call directly.
+dict are loaded into sharded parameters. Third, a program reads a number of which this rank has a part. Fourth,
+``to_empty()`` leaves buffers without values that no state dict fills. Owns the hooks that notice this. In a step only
+the root's own modules, such as an embedding and a head, have one: these are the parts of a model that programs call
+directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -22,7 +23,9 @@ from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.policies import warn
 from fullshard.schedule.hooks import when_sharded
+from fullshard.schedule.schedule import Schedule, Scheduled, at_forwards
 from fullshard.schedule.unit import Unit, UnitPhase
+from fullshard.torch_private import non_persistent_buffers, version_of
 from fullshard.torch_rules import on_scalar_read
 
 
@@ -97,3 +100,37 @@ def _refuse_plain(
                 f"state_dict, options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint."
                 f"state_dict; with broadcast_from_rank0=True it is enough if the first rank has it"
             )
+
+
+def note_emptied(unit: Unit, buffers: Iterable[tuple[nn.Module, str, str]]) -> None:
+    """Note buffers of :func:`buffers_on_meta` that are on a device now, for a warning before the next forward."""
+    unit.emptied += [(module._buffers.get(name), module, name, path) for module, name, path in buffers]
+    if unit.emptied and _warn_of_emptied not in at_forwards:
+        at_forwards.append(_warn_of_emptied)
+
+
+def buffers_on_meta(module: nn.Module) -> list[tuple[nn.Module, str, str]]:
+    """The buffers on the meta device that no state dict fills: their modules, names and paths."""
+    return [
+        (inner, name, f"{path}.{name}" if path else name)
+        for path, inner in module.named_modules()
+        for name, buffer in inner._buffers.items()
+        if buffer is not None and buffer.is_meta and name in non_persistent_buffers(inner)
+    ]
+
+
+def _warn_of_emptied(schedule: Schedule, unit: Scheduled) -> None:
+    """Warn of non-persistent buffers that ``to_empty()`` left undefined and that nobody has written since."""
+    names: set[str] = set()
+    for each in schedule.units:
+        for buffer, module, name, path in each.emptied:
+            is_there = buffer is not None and module._buffers.get(name) is buffer
+            if is_there and not buffer.is_meta and version_of(buffer) == 0:
+                names.add(path)
+        each.emptied.clear()
+    if names:
+        warn(
+            f"these buffers are in no state dict and were left uninitialized by to_empty(): {sorted(names)}. "
+            f"Compute them again, for example with the module's reset_parameters()",
+            UserWarning,
+        )

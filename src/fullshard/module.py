@@ -23,8 +23,8 @@ from fullshard.device import mark_now
 from fullshard.group.param_group import ParamGroup
 from fullshard.handles import GradientReductionHandle, UnshardHandle
 from fullshard.meshes import new_group
+from fullshard.misuse import buffers_on_meta, note_emptied
 from fullshard.policies import AllGather, ReduceScatter, expect, warn
-from fullshard.schedule.checks import buffers_on_meta
 from fullshard.schedule.step_log import Observer
 from fullshard.schedule.unit import Unit, groups_in, root_schedule, sharded_unit, tree_schedule, units_in
 from fullshard.torch_private import allocating_backend
@@ -402,7 +402,7 @@ def shards_may_change(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:  # after an error some may be converted, as in a plain module: adopt what is there
-        unit.emptied += [(inner._buffers.get(name), inner, name, path) for inner, name, path in on_meta]
+        note_emptied(unit, on_meta)
         for group in unit.groups:
             group.adopt_parameters(group.module_params.adopt_replaced())
         for param, gradient in zip(params, gradients, strict=True):

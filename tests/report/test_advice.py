@@ -118,7 +118,7 @@ def test_gradients_that_travel_in_more_bytes_than_they_need_are_told(exact: bool
     assert says in texts(found)
     assert "are added up over" not in texts(found)  # they travel in fp32
     if says:
-        more = sum(each.reduction.sent for each in found.groups if each.elements) // 2
+        more = sum(each.gradient * (ranks - 1) // ranks for each in found.groups if each.elements) // 2
         assert f"float32: {bytes_text(more)} more in a step" in texts(found)
 
 

@@ -76,8 +76,8 @@ def test_without_resharding_backward_gathers_nothing() -> None:
 def test_bytes_of_a_kind_are_added_up() -> None:
     explained = explain(built, ranks=4)
     told = {each.kind: each.nbytes for each in explained.traffic}
-    assert told["gather in forward"] == sum(group.gather.sent for group in explained.groups)
-    assert told["reduce"] == sum(group.reduction.sent for group in explained.groups)
+    assert told["gather in forward"] == sum(3 * group.shard for group in explained.groups)
+    assert told["reduce"] == sum(3 * group.gradient // 4 for group in explained.groups)
 
 
 def test_one_rank_alone_exchanges_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import fullshard
+from fullshard.report import pictures
 from fullshard.report.explain import Explanation, explain
 from fullshard.report.pictures import _label, _parts
 
@@ -119,3 +121,17 @@ def test_names_break_only_after_dots_and_have_their_shape_where_it_fits() -> Non
     assert _label(name, "64 x 64", 18) == "self_attn.q_proj.\nweight\n64 x 64"
     assert _label(name, "64 x 64", 11) == "self_attn.\nq_proj.\nweight"
     assert _label(name, "64 x 64", 9) == ""
+
+
+def test_all_colours_are_distinct_in_grey_or_have_another_hatch() -> None:
+    for looks in (pictures.STATES, pictures.MEMORY, dict(enumerate(pictures.RANKS))):
+        for one, other in combinations(looks.values(), 2):
+            assert one.hatch != other.hatch or abs(lightness(one) - lightness(other)) > 0.1
+
+
+def lightness(look: pictures.Look) -> float:
+    """From 0 for black to 1 for white."""
+    from matplotlib.colors import to_rgb  # a second of each test run's begin
+
+    red, green, blue = to_rgb(look.color)
+    return 0.299 * red + 0.587 * green + 0.114 * blue

@@ -17,7 +17,7 @@ from fullshard import finite
 from fullshard.report import rank_observer
 from fullshard.report.rank_observer import FOLDER, RankObserver, start
 from fullshard.schedule import hooks
-from fullshard.schedule.schedule import Schedule
+from fullshard.schedule.schedule import at_forwards
 from tests.fully_shard.cases import inputs
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
@@ -41,7 +41,7 @@ def sharded_blocks() -> Any:
 
 @ranks(2)
 def test_a_job_that_trains_is_reported_from_its_begin_to_its_end(world: World, tmp_path: Path) -> None:
-    begin_tree, listeners = Schedule.begin_tree, len(hooks._listeners)
+    listeners, checks_before = len(hooks._listeners), [*at_forwards]
     observer = RankObserver(tmp_path, steps=2)
     observer.begin()
     try:
@@ -61,8 +61,8 @@ def test_a_job_that_trains_is_reported_from_its_begin_to_its_end(world: World, t
     positions = [each["text"] for each in lines if each["kind"] == "position"]
     assert positions[0] == "while its first module is sharded"
     assert len(positions) > 1
-    assert Schedule.begin_tree is begin_tree
     assert len(hooks._listeners) == listeners
+    assert at_forwards == checks_before
 
 
 @ranks(2)
@@ -70,7 +70,7 @@ def test_a_job_that_trains_is_reported_from_its_begin_to_its_end(world: World, t
 def test_the_first_value_that_is_not_finite_is_reported_and_training_goes_on(
     world: World, tmp_path: Path, value: str, result: str
 ) -> None:
-    observer = RankObserver(tmp_path, steps=2)
+    expect_finite, observer = finite._expect_finite, RankObserver(tmp_path, steps=2)
     observer.begin()
     try:
         model = sharded_blocks()
@@ -80,7 +80,7 @@ def test_the_first_value_that_is_not_finite_is_reported_and_training_goes_on(
     finally:
         observer.report_end()
     assert checks(lines_of(tmp_path), "finite values")[:1] in ([result], ["error"])
-    assert not hasattr(finite._expect_finite, "stack")
+    assert finite._expect_finite is expect_finite
 
 
 @ranks(2)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 from fullshard import DoesNotFitError, MixedPrecisionPolicy, Plan, cli, fit, tree
 from fullshard.comm.process_group import gather_objects
+from fullshard.report.activations import trace_step
 from fullshard.report.explain import ADAM, planned_device, state_bytes
 from fullshard.report.search import Search, _simulated
 from fullshard.torch_private import simulated_world
@@ -100,6 +102,12 @@ def test_what_would_fit_otherwise_is_said() -> None:
     says = r"Otherwise: on 4 ranks: needs .*; computed in bfloat16: needs"
     with pytest.raises(DoesNotFitError, match=says):
         planned(2**10)
+
+
+def test_a_step_is_traced_once_for_all_numbers_of_ranks() -> None:
+    with mock.patch("fullshard.report.search.trace_step", wraps=trace_step) as traced:
+        planned(ROOMY, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))  # searches for 2 and for 4 ranks
+    assert traced.call_count <= 3
 
 
 def test_a_disk_takes_what_does_not_fit(transport: str, tmp_path: Path) -> None:

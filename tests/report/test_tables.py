@@ -9,8 +9,8 @@ from torch import nn
 
 import fullshard
 from fullshard.report.explain import Explanation, explain
+from fullshard.report.facts import OffloadedFacts
 from fullshard.report.meta_step import ExchangeTotal, Phase
-from fullshard.report.offloaded_facts import OffloadedFacts
 from fullshard.report.tables import (
     estimate_text,
     groups_text,

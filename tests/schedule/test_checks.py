@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.schedule.checks import buffers_on_meta, check_first_forward, check_process_groups, warn_of_emptied
+from fullshard.schedule.checks import check_first_forward, check_process_groups
 from tests.fully_shard.cases import groups_of, shard_mlp
 from tests.harness import World, fake_world, ranks
 
@@ -20,14 +18,6 @@ class WithBuffers(nn.Module):
         self.inner = nn.Linear(2, 2)
         self.register_buffer("saved", torch.zeros(2))
         self.inner.register_buffer("table", torch.zeros(2), persistent=False)
-
-
-def test_buffers_that_no_state_dict_fills_are_found_by_their_paths() -> None:
-    with torch.device("meta"):
-        model = WithBuffers()
-    assert buffers_on_meta(model) == [(model.inner, "table", "inner.table")]
-    assert buffers_on_meta(model.inner) == [(model.inner, "table", "table")]
-    assert buffers_on_meta(WithBuffers()) == []
 
 
 def test_a_buffer_on_meta_is_named_before_the_first_forward() -> None:
@@ -56,18 +46,3 @@ def test_a_process_group_that_was_destroyed_is_told() -> None:
         check_process_groups([group])
     with pytest.raises(RuntimeError, match=r"was destroyed .*: shard the model again after init_process_group"):
         check_process_groups([group])
-
-
-def test_buffers_that_nobody_wrote_after_to_empty_are_named() -> None:
-    model = WithBuffers()
-    emptied = torch.empty(2)
-    model.inner.table = emptied
-    noted = [(emptied, model.inner, "table", "inner.table")]
-    with pytest.warns(UserWarning, match=r"left uninitialized by to_empty\(\): \['inner.table'\]"):
-        warn_of_emptied(noted)
-    emptied.fill_(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_emptied(noted)
-        model.inner.table = torch.empty(2)  # another one, which to_empty() did not leave
-        warn_of_emptied(noted)

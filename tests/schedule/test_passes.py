@@ -47,10 +47,10 @@ def test_groups_of_the_same_ranks_wait_once_at_both_ends_of_a_pass() -> None:
     assert [(each.shard.published, each.full.reads) for each in groups] == [([True], [True])] * 3
     passes.begin("backward", groups)  # inside of the forward: nothing was written since
     step.end_pass("backward")
-    passes.leave("the end of a backward")
+    passes.leave("backward")
     assert len(barrier.calls) == 1
     step.end_pass("forward")
-    passes.leave("the end of a forward")
+    passes.leave("forward")
     assert barrier.calls[1:] == [("leave", "the end of a forward")]
     assert [each.full.reads for each in groups] == [[True, False]] * 3
 
@@ -77,7 +77,7 @@ def test_what_is_unsharded_already_is_neither_shown_nor_hidden() -> None:
     one = group(object(), barrier, unsharded=True)
     passes.begin("forward", [one])
     step.end_pass("forward")
-    passes.leave("the end")
+    passes.leave("forward")
     assert (one.full.reads, len(barrier.calls)) == ([], 2)
 
 

@@ -210,7 +210,7 @@ def test_a_pass_is_told_as_long_as_its_comparison_runs() -> None:
 
     told: dict[str, dict[str, str]] = {}
     process_group: Any = SimpleNamespace(group_name="all")
-    log._under_way.append(Differs([], "backward", 3, process_group, 7))
+    log._under_way.append(Differs("backward", 3, 7, process_group, []))
     with pytest.raises(RuntimeError, match="did not run the same"):
         log.check()
     assert told == {"all 0 7": {"0": "a backward after 3 optimizer steps", "1": "the end of the backward"}}
@@ -220,7 +220,7 @@ def test_a_pass_is_told_as_long_as_its_comparison_runs() -> None:
 @ranks(2)
 def test_ranks_that_notice_a_difference_at_different_times_need_no_collective(world: World) -> None:
     """On a device nobody waits for a comparison: one rank may be in the next pass when another raises."""
-    comparison = _Comparison([], "forward", 3 + world.rank, dist.group.WORLD, 7)  # type: ignore[arg-type]
+    comparison = _Comparison("forward", 3 + world.rank, 7, dist.group.WORLD, [])  # type: ignore[arg-type]
     comparison.start(torch.device("cpu"), Lane(torch.device("cpu")))
     assert comparison.is_there()
     here, there = "rank 0 has a forward after 3 optimizer steps", "rank 1 has a forward after 4 optimizer steps"

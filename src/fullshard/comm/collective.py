@@ -317,7 +317,7 @@ class _PendingCollectives:
     lease: Lease
 
     def finish(self) -> None:
-        WAITS.current = self.wait
+        WAITS.current, begin = self.wait, WAITS.clock() if WAITS.listeners else 0
         WAITS.count += 1
         try:
             for work in self.works:
@@ -327,6 +327,8 @@ class _PendingCollectives:
             raise lost(self.wait, error) from error
         finally:
             WAITS.current = None
+            if begin:
+                WAITS.tell(self.wait, begin)
         for call, targets, divisor in self.started:
             if call.after is not None:
                 call.after()

@@ -183,7 +183,7 @@ class _EncodedExchange:
         self.carrier = route.open_carrier(ExchangeMemory(self._sent, self._received, parts, *ends))
 
     def finish(self) -> None:
-        WAITS.current = self._route.wait
+        WAITS.current, begin = self._route.wait, WAITS.clock() if WAITS.listeners else 0
         WAITS.count += 1
         try:
             if self.running is not None:
@@ -192,6 +192,8 @@ class _EncodedExchange:
                 self._read()
         finally:
             WAITS.current = None
+            if begin:
+                WAITS.tell(self._route.wait, begin)
         self._lease.give_back()
 
     def run(self) -> None:

@@ -129,7 +129,7 @@ class _Exchange:
         """Complete the rounds. Staging is not given back if a rank is lost: what is on its way may be written to it."""
         failure: Exception | None = None
         for index, arrived in enumerate(self.rounds):
-            WAITS.current = self.route.wait
+            WAITS.current, begin = self.route.wait, WAITS.clock() if WAITS.listeners else 0
             WAITS.count += 1
             try:
                 for work, peer in self.works[index]:  # noqa: B007 - for the error
@@ -138,6 +138,8 @@ class _Exchange:
                 raise lost(self.route.wait, error, peer) from error
             finally:
                 WAITS.current = None
+                if begin:
+                    WAITS.tell(self.route.wait, begin)
             self.works[index].clear()
             if failure is None:
                 try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -61,6 +62,9 @@ class Waits:
         self.beside: dict[threading.Thread, Wait] = {}  # what other threads wait for, each in an object of its own
         self.judged: tuple[int, str] = -1, ""  # which of its waits will not end, by ``count``, and why
         self.position: Callable[[], Position] = Position  # where it is
+        #: Are told each wait of the training that has ended, and its begin and end, in nanoseconds of ``clock``.
+        self.listeners: list[Callable[[Wait, int, int], object]] = []
+        self.clock = time.monotonic_ns
         #: Is called before each wait of the training that goes through :func:`waiting`.
         self.begin: Callable[[], object] = lambda: None
         #: Lets the other ranks know at once where it is, by the thread that trains.
@@ -73,6 +77,11 @@ class Waits:
         """Why the last wait of the training did not end or will not, if that is known."""
         number, why = self.judged
         return why if number == self.count else None
+
+    def tell(self, wait: Wait, begin: int) -> None:
+        """Tell the listeners of a wait that has ended."""
+        for listener in [*self.listeners]:
+            listener(wait, begin, self.clock())
 
     def change(self, wait: Wait | None) -> Wait | None:
         """Note what the calling thread waits for now; returns what it waited for before."""
@@ -127,11 +136,13 @@ def named(tag: int) -> str:
 def waiting(what: str, process_group: dist.ProcessGroup | None, tag: int = -1, gathers: bool = False) -> Iterator[None]:
     """A context of calls that wait for the ranks of a process group, or send to them. Raises PeerFailureError if a
     backend says that one is lost."""
-    wait = Wait(what, process_group, tag, gathers)
+    wait, begin = Wait(what, process_group, tag, gathers), WAITS.clock() if WAITS.listeners else 0
     before = WAITS.change(wait)
     try:
         yield
     except RuntimeError as error:
         raise lost(wait, error) from error
     finally:
+        if begin and before is None and WAITS.current is wait:
+            WAITS.tell(wait, begin)
         WAITS.change(before)

@@ -59,8 +59,8 @@ class DiskWork:
 
     #: For how many seconds this process has waited for its disks.
     waited_seconds: ClassVar = 0.0
-    #: Called after each wait, with its begin and its end in nanoseconds of ``time.monotonic_ns()``.
-    on_wait: ClassVar[Callable[[int, int], object]] = staticmethod(lambda begin, end: None)
+    #: Are told of each wait its begin and its end, in nanoseconds of ``time.monotonic_ns()``.
+    listeners: ClassVar[list[Callable[[int, int], object]]] = []
 
     def __init__(self, blocks: Sequence[Future[None]] = ()) -> None:
         self.blocks = blocks
@@ -89,7 +89,8 @@ class DiskWork:
             wait(self.blocks)
             end = time.monotonic_ns()
             DiskWork.waited_seconds += (end - begin) / 1e9
-            DiskWork.on_wait(begin, end)
+            for listener in [*DiskWork.listeners]:
+                listener(begin, end)
 
 
 class DiskStaging:

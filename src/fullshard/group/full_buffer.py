@@ -279,7 +279,7 @@ class GatheredBuffer(FullBuffer):
                 start = partial(self._start_from, source, values)
                 start = start if self._extensions is None else partial(self._extensions.start, start)
             lane, then = group.comm.lanes.gather, source.release if source.is_staged else None
-            is_direct = lane.is_host and then is None and "run" not in lane.__dict__  # where observers override it
+            is_direct = lane.is_host and then is None and not lane.observers
             if not is_direct:
                 start = partial(lane.run, start, then, (ready, source.filled, step.written))
             logged = step.log("gather", group)

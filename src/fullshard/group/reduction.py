@@ -242,7 +242,7 @@ class Reducer:
         if sums and replicas is not None:
             make_route = partial(sum_route, transport, process_group=replicas, tag=group.tag, device=group.device)
         else:
-            make_route = partial(transport.reduce_route, process_group=over, tag=group.tag, wire=wire)
+            make_route = partial(transport.reduce_route, over=over, tag=group.tag, wire=wire)
         first = FirstHop(parts, zero_copy, make_route, sums)
         second = None if is_final else SecondHop(group, parts)
         if own:

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 from fullshard.device import PASSED, Mark
 
 Kind = Literal["forward", "backward"]  # of a pass
-#: What happens to a group, see :class:`~fullshard.schedule.step_log.StepEvent`.
-Action = Literal["gather", "reuse", "unshard", "reshard", "rest", "reduce"]
+#: What happens to a group, see :class:`~fullshard.schedule.step_log.StepEvent`; or to a pass, or a unit's modules.
+Action = Literal["gather", "reuse", "unshard", "reshard", "rest", "reduce", "begin", "end", "forward", "backward"]
 NOTHING: frozenset[int] = frozenset()
 
 
@@ -51,10 +51,12 @@ FINALIZE = {Pass.NONE: Pass.FINALIZING, Pass.FORWARD: Pass.NESTED}
 
 
 class Log:
-    """Is told everything that happens to groups, once, where it starts. This base class keeps nothing.
+    """Is told everything that happens in a step, once, where it starts. This base class keeps nothing.
 
     Attributes:
-        listeners: functions of an action, a group and whether bytes move. Logging costs nothing without them.
+        listeners: functions of an action, its subject, and a flag: of a group, whether bytes move; of a unit, whether
+            its modules begin (or end) to compute. The subject is a pass where one begins or ends. Logging costs
+            nothing without listeners.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ _ROWS = {
     "host, seconds": seconds_text,
     "waited, seconds": seconds_text,
     "collectives, seconds": seconds_text,
-    "memory at rest, bytes": bytes_text,
+    "memory between steps, bytes": bytes_text,
     "memory at the peak, bytes": bytes_text,
     "memory reserved, bytes": bytes_text,
 }

@@ -56,7 +56,7 @@ class Observer:
         self._begun = 0.0
         self._trace: Trace | None = None
         self._profiler: Any = None
-        self._is_resting: Any = None  # the hook that waits for the next forward
+        self._next_forward: Any = None  # the handle of a hook that runs before the next forward
         self._units = list[Unit]()
         self._before: tuple[Any, float] = ({}, 0.0)
         self.found: dict[str, Any] = {}
@@ -81,18 +81,18 @@ class Observer:
         if at <= self._steps:
             self._points.append(self._clock.now())
         if at == 1:
-            self._is_resting = register_module_forward_pre_hook(self._rest)
+            self._next_forward = register_module_forward_pre_hook(self._note_memory)
         if at == self._steps:
             self._clock.end()
             self._summarize(device)
         if at >= self._steps:
             self._look_closer(at - self._steps, device)
 
-    def _rest(self, *_: Any) -> None:
+    def _note_memory(self, *_: Any) -> None:
         """Notes the memory before a forward, when gradients and activations are freed as a rule."""
-        self._is_resting.remove()
+        self._next_forward.remove()
         assert self._memory is not None
-        self.found["memory at rest, bytes"] = self._memory.now()
+        self.found["memory between steps, bytes"] = self._memory.now()
 
     def _summarize(self, device: torch.device) -> None:
         """What the timed steps have shown."""
@@ -133,14 +133,14 @@ class Observer:
             self._begun = time.perf_counter()
             at -= 2
         if at == 0 and self._units:
-            self._is_resting = register_module_forward_pre_hook(self._record)  # a trace registers hooks of its own
+            self._next_forward = register_module_forward_pre_hook(self._record)  # a trace registers hooks of its own
         elif at >= 0 and not (self._trace is not None and self._trace.is_running):
             self.found["waits"] = [] if self._trace is None else _waits(self._trace)
             raise _Enough
 
     def _record(self, *_: Any) -> None:
         """Begins the trace of the sharded model before its next forward."""
-        self._is_resting.remove()
+        self._next_forward.remove()
         root = max((module for unit in self._units for module in unit.modules), key=lambda m: len([*m.modules()]))
         self._trace = profile(root, _RECORDED)
 

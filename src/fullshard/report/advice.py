@@ -121,7 +121,7 @@ def _of_reductions(groups: Sequence[GroupFacts]) -> Iterator[Advice]:
     for found in (exact, [each for each in wide if not each.adds_in_fp32 and each.summed <= _FEW]):
         if not found:
             continue
-        first, more = found[0], sum(each.reduction.sent or each.reduction.read for each in found) // 2
+        first, more = found[0], sum(each.gradient * (each.ranks - 1) // each.ranks for each in found) // 2
         result = "gives the same sums" if found is exact else f"rounds each sum {first.summed - 1} times more"
         yield Advice(
             f"Gradients of {_few([each.title for each in found])} are computed in {first.compute[0]} and travel in "

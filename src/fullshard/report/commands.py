@@ -27,36 +27,51 @@ from fullshard.report.tables import estimate_text
 from fullshard.report.values import UnknownValueError, Values
 from fullshard.text import bytes_argument, rehearsal_text
 
-#: Options of an estimate of time, by the names of the arguments of ``Explanation.estimate``.
-_TIMING = (
-    "bandwidth",
-    "peak_flops",
-    "efficiency",
-    "tokens",
-    "latency",
-    "algorithm",
-    "node_bandwidth",
-    "ranks_per_node",
-)
 
-
-def _above_0(text: str) -> float:
-    return _number(text, float, "a number above 0", lambda number: number > 0)
-
-
-def _count(text: str) -> int:
-    return int(_number(text, int, "a whole number above 0", lambda number: number > 0))
-
-
-def _from_0(text: str) -> float:
-    return _number(text, float, "a number of 0 or more", lambda number: number >= 0)
-
-
-def _number(text: str, kind: type[float], what: str, is_fine: Callable[[float], bool]) -> float:
+def _number(kind: type[float], what: str, is_fine: Callable[[float], bool], text: str) -> float:
     with suppress(ValueError):
         if is_fine(number := kind(text)):
             return number
     raise argparse.ArgumentTypeError(f"expected {what}, got '{text}'")
+
+
+_above_0 = partial(_number, float, "a number above 0", lambda number: number > 0)
+_count = partial(_number, int, "a whole number above 0", lambda number: number > 0)
+_from_0 = partial(_number, float, "a number of 0 or more", lambda number: number >= 0)
+
+#: Options of an estimate of time, by the names of the arguments of ``Explanation.estimate``.
+_TIMING: dict[str, dict[str, Any]] = {
+    "bandwidth": {"type": _above_0, "metavar": "BYTES/S", "help": "bytes that one rank sends each second"},
+    "peak_flops": {
+        "type": _above_0,
+        "metavar": "FLOP/S",
+        "help": "peak FLOP/s of one rank's device, in the dtype it uses",
+    },
+    "efficiency": {
+        "type": _above_0,
+        "default": 1.0,
+        "metavar": "SHARE",
+        "help": "the share of the peak that is reached (1.0)",
+    },
+    "tokens": {"type": _count, "help": "tokens that one rank processes in a step"},
+    "latency": {
+        "type": _from_0,
+        "default": 0.0,
+        "metavar": "SECONDS",
+        "help": "latency of each step of an exchange (0)",
+    },
+    "algorithm": {
+        "choices": ("ring", "tree"),
+        "default": "ring",
+        "help": "exchanges of W ranks have W - 1 steps, or log2(W)",
+    },
+    "node_bandwidth": {
+        "type": _above_0,
+        "metavar": "BYTES/S",
+        "help": "bytes that a node sends to other nodes each second",
+    },
+    "ranks_per_node": {"type": _count, "metavar": "RANKS", "help": "needed with --node-bandwidth"},
+}
 
 
 def _value(text: str) -> tuple[str, float]:
@@ -76,7 +91,19 @@ def _values(options: argparse.Namespace) -> Values | None:
     return given.get("", given or None)
 
 
-def _add_values(parser: argparse.ArgumentParser) -> None:
+def _add_shared(parser: argparse.ArgumentParser, given: str) -> None:
+    """Adds the options of both commands; ``given`` is what forward gets beside the model."""
+    parser.add_argument("--ranks", type=_count, required=True, help="the number of ranks to simulate")
+    parser.add_argument(
+        "--optimizer-bytes",
+        type=_from_0,
+        help="bytes of optimizer state for each element (AdamW's: two of the parameters' dtype)",
+    )
+    parser.add_argument(
+        "--loss",
+        metavar="FUNCTION",
+        help=f"a function of the model and the {given} that returns the loss (forward does)",
+    )
     parser.add_argument(
         "--values",
         action="append",
@@ -86,9 +113,6 @@ def _add_values(parser: argparse.ArgumentParser) -> None:
         help="what forward gets where it reads the value of a tensor: one number, or FILE.py:LINE=NUMBER once for each "
         "line",
     )
-
-
-def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), help="what each rank computes on, here or not (what is here)"
     )
@@ -101,24 +125,14 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
         "could be better. The function builds the model on the meta device: this needs no memory and no other process."
     )
     parser.add_argument("function", help="the function that builds the model: FILE.py:FUNCTION or MODULE:FUNCTION")
-    parser.add_argument("--ranks", type=_count, required=True, help="the number of ranks to simulate")
     parser.add_argument("--rank", type=int, default=0, help="the rank whose shards and memory are shown (0)")
-    parser.add_argument(
-        "--optimizer-bytes",
-        type=_from_0,
-        help="bytes of optimizer state for each element (AdamW's: two of the parameters' dtype)",
-    )
     parser.add_argument(
         "--batch",
         metavar="FUNCTION",
         help="the function that returns an example batch of one rank: a tensor, a tuple of arguments or a dict of "
         "keyword arguments of the model's forward. Counts activations and FLOPs on tensors without memory",
     )
-    parser.add_argument(
-        "--loss", metavar="FUNCTION", help="a function of the model and the batch that returns the loss (forward does)"
-    )
-    _add_values(parser)
-    _add_device(parser)
+    _add_shared(parser, "batch")
     parser.add_argument(
         "--device-memory",
         type=bytes_argument,
@@ -130,27 +144,8 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     timing = parser.add_argument_group(
         "estimate of a step's time", "Give --bandwidth and --peak-flops, and --tokens unless there is a --batch."
     )
-    timing.add_argument("--bandwidth", type=_above_0, metavar="BYTES/S", help="bytes that one rank sends each second")
-    timing.add_argument(
-        "--peak-flops", type=_above_0, metavar="FLOP/S", help="peak FLOP/s of one rank's device, in the dtype it uses"
-    )
-    timing.add_argument(
-        "--efficiency", type=_above_0, default=1.0, metavar="SHARE", help="the share of the peak that is reached (1.0)"
-    )
-    timing.add_argument("--tokens", type=_count, help="tokens that one rank processes in a step")
-    timing.add_argument(
-        "--latency", type=_from_0, default=0.0, metavar="SECONDS", help="latency of each step of an exchange (0)"
-    )
-    timing.add_argument(
-        "--algorithm",
-        choices=("ring", "tree"),
-        default="ring",
-        help="exchanges of W ranks have W - 1 steps, or log2(W)",
-    )
-    timing.add_argument(
-        "--node-bandwidth", type=_above_0, metavar="BYTES/S", help="bytes that a node sends to other nodes each second"
-    )
-    timing.add_argument("--ranks-per-node", type=_count, metavar="RANKS", help="needed with --node-bandwidth")
+    for name, about in _TIMING.items():
+        timing.add_argument(f"--{name.replace('_', '-')}", **about)
     parser.set_defaults(call=partial(_refusing, "explain", _explain))
 
 
@@ -164,18 +159,10 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
         "function", help="returns the model and an example of its inputs: FILE.py:FUNCTION or MODULE:FUNCTION"
     )
     parser.add_argument("--memory", type=bytes_argument, required=True, metavar="SIZE", help="what a rank may use")
-    parser.add_argument("--ranks", type=_count, required=True, help="the number of ranks to simulate")
-    parser.add_argument(
-        "--optimizer-bytes",
-        type=_from_0,
-        help="bytes of optimizer state for each element (AdamW's: two of the parameters' dtype)",
-    )
-    parser.add_argument("--loss", metavar="FUNCTION", help="a function of the model and the inputs (forward does it)")
     parser.add_argument(
         "--offload-directory", metavar="DIRECTORY", help="where what does not fit may be on a disk (nothing is)"
     )
-    _add_values(parser)
-    _add_device(parser)
+    _add_shared(parser, "inputs")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, for Plan.from_json")
     parser.set_defaults(call=partial(_refusing, "fit", _fit))
 
@@ -227,17 +214,8 @@ def _explain(options: argparse.Namespace) -> int:
     build = _function(options.function)
     loss = _function(options.loss) if options.loss else None
     batch = _function(options.batch)() if options.batch else None
-    found = explain(
-        build,
-        ranks=options.ranks,
-        rank=options.rank,
-        optimizer_bytes=options.optimizer_bytes,
-        batch=batch,
-        loss=loss,
-        device_memory=options.device_memory,
-        values=_values(options),
-        device=options.device,
-    )
+    asked = {name: getattr(options, name) for name in ("ranks", "rank", "optimizer_bytes", "device_memory", "device")}
+    found = explain(build, batch=batch, loss=loss, values=_values(options), **asked)
     program, _, _ = options.function.rpartition(":")
     program = program if program.endswith(".py") else f"-m {program}"
     given = options.bandwidth or 0.0, options.latency

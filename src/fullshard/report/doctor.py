@@ -120,17 +120,13 @@ def doctor(model: nn.Module | None = None) -> Diagnosis:
     device_type = default_device_type()
     if model is not None:
         device_type = next((param.device.type for param in model.parameters() if not param.is_meta), device_type)
-    if dist.is_initialized() and dist.get_world_size() and not _has_backend_for(device_type):
+    if dist.is_initialized() and device_type not in str(dist.get_backend_config()):
         device_type = "cpu"
     if not dist.is_initialized():
         default_mesh()
     assert dist.group.WORLD is not None
     checks = check_environment(dist.group.WORLD, device_type)
     return diagnosis_of([*checks, *(_values(model) if model is not None else ())])
-
-
-def _has_backend_for(device_type: str) -> bool:
-    return device_type in str(dist.get_backend_config())
 
 
 def _values(model: nn.Module) -> Iterator[Check]:

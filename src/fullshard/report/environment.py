@@ -48,6 +48,7 @@ _OURS = ("FULLSHARD_DOCTOR", "FULLSHARD_DOCTOR_STEPS", "FULLSHARD_RANKS_PRELOAD"
 #: A warning is due below these bytes of ``/dev/shm``, below this number of open files, and above these seconds between
 #: clocks.
 _SHARED, _FILES, _CLOCKS = 1 << 28, 4096, 2.0
+_SHM = "/dev/shm"
 #: Types of file systems that are in memory.
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 #: A warning is due if a rank waits for a core for more than this part of the time in which it could run.
@@ -93,12 +94,14 @@ class Facts:
     host: str = field(default_factory=socket.gethostname)
     versions: str = f"fullshard {fullshard.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     device: str = "cpu"
-    accelerators: int = field(default_factory=lambda: _accelerators())
+    accelerators: int = field(
+        default_factory=lambda: 0 if default_device_type() == "cpu" else torch.accelerator.device_count()
+    )
     cores: list[int] = field(default_factory=lambda: _cores())
     crowded: float = field(default_factory=lambda: _crowded())
     threads: int = field(default_factory=torch.get_num_threads)
     files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else -1)
-    shared: int = field(default_factory=lambda: _free_shared_memory())
+    shared: int = field(default_factory=lambda: shutil.disk_usage(_SHM).free if os.path.exists(_SHM) else -1)
     #: Each directory to which values are offloaded: its name, the bytes of its file, those free, and its file system.
     disks: list[tuple[str, int, int, str]] = field(default_factory=lambda: _disks_in_use())
     clock: float = field(default_factory=time.time)
@@ -106,10 +109,6 @@ class Facts:
         default_factory=lambda: {k: v for k, v in sorted(os.environ.items()) if k.startswith(_SHOWN) and k not in _OURS}
     )
     restarts: int = field(default_factory=lambda: int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") or 0))
-
-
-def _accelerators() -> int:
-    return 0 if default_device_type() == "cpu" else torch.accelerator.device_count()
 
 
 def _cores() -> list[int]:
@@ -124,10 +123,6 @@ def _crowded() -> float:
     except (OSError, ValueError):
         return -1.0
     return waited / (ran + waited) if ran else -1.0
-
-
-def _free_shared_memory() -> int:
-    return shutil.disk_usage("/dev/shm").free if os.path.exists("/dev/shm") else -1
 
 
 def _disks_in_use() -> list[tuple[str, int, int, str]]:
@@ -176,9 +171,12 @@ def check_environment(process_group: dist.ProcessGroup, device_type: str) -> lis
 
 
 def _versions(every: Sequence[Facts]) -> Iterator[Check]:
-    text = _difference(every, lambda fact: fact.versions)
-    found = text or f"{every[0].versions}, on all ranks."
-    yield judged("versions", text is None, found, "Install the same on all hosts.", "error")
+    first, other = every[0], next((fact for fact in every if fact.versions != every[0].versions), None)
+    text = f"{first.versions}, on all ranks."
+    if other is not None:
+        text = f"Rank {first.rank} ({first.host}) has {first.versions}; "
+        text += f"rank {other.rank} ({other.host}) has {other.versions}."
+    yield judged("versions", other is None, text, "Install the same on all hosts.", "error")
 
 
 def _devices(every: Sequence[Facts]) -> Iterator[Check]:
@@ -313,15 +311,6 @@ _CHECKS: tuple[Callable[[Sequence[Facts]], Iterator[Check]], ...] = (
     _clocks,
     _settings,
 )
-
-
-def _difference(every: Sequence[Facts], of: Callable[[Facts], str]) -> str | None:
-    """The first difference between ranks, as a sentence."""
-    first = every[0]
-    for fact in every:
-        if of(fact) != of(first):
-            return f"Rank {first.rank} ({first.host}) has {of(first)}; rank {fact.rank} ({fact.host}) has {of(fact)}."
-    return None
 
 
 def _transport(process_group: dist.ProcessGroup, device: torch.device, every: Sequence[Facts]) -> Check:

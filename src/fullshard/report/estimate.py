@@ -34,7 +34,8 @@ from typing import Literal
 
 from fullshard.report.activations import Pass
 from fullshard.report.facts import GroupFacts, ModelFacts
-from fullshard.report.meta_step import Event, PredictedStep
+from fullshard.report.meta_step import PredictedStep
+from fullshard.report.twins import Event
 from fullshard.text import counted, percent, quantity_text, seconds_text
 
 Algorithm = Literal["ring", "tree"]

@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from os import PathLike
@@ -29,16 +29,63 @@ from fullshard.report.activations import Activations, Loss, Pass, trace_step
 from fullshard.report.advice import Advice, advise
 from fullshard.report.estimate import Algorithm, Estimate, Hardware, estimate_step
 from fullshard.report.facts import GroupFacts, ModelFacts, facts_of
-from fullshard.report.fit import Fit, fit_into, memory_of
 from fullshard.report.meta_copy import build_on_meta
 from fullshard.report.meta_step import WORKSPACES, ExchangeTotal, MetaStep, Part, Phase, PredictedStep
 from fullshard.report.values import Values
 from fullshard.schedule.unit import unit_of, units_in
-from fullshard.text import bytes_of, counted, rehearsal_text, wrapped
+from fullshard.text import bytes_of, bytes_text, counted, rehearsal_text, wrapped
 from fullshard.torch_private import simulated_world
 
 #: Bytes of optimizer state for each element in fp32: AdamW keeps two moments in the dtype of the parameter.
 ADAM = 8.0
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether the largest phase of a step fits into the memory of a device. Sizes are in bytes.
+
+    Attributes:
+        device_memory: the memory of the device.
+        needed: what the largest phase needs there.
+        phase: the name of that phase.
+        counts_activations: whether activations are in it.
+    """
+
+    device_memory: int
+    needed: int
+    phase: str
+    counts_activations: bool
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.device_memory
+
+    @property
+    def missing(self) -> int:
+        """The bytes that are missing, 0 if it fits."""
+        return max(0, self.needed - self.device_memory)
+
+    def __str__(self) -> str:
+        device = f"{self.device_memory / 1e9:.4g} GB ({bytes_text(self.device_memory)})"
+        rest = bytes_text(abs(self.device_memory - self.needed))
+        answer = f"yes, with {rest} left" if self.fits else f"no, short by {rest}"
+        activations = "activations, " if not self.counts_activations else ""
+        return (
+            f"Fits in {device} of device memory: {answer}. The largest phase ({self.phase}) takes "
+            f"{bytes_text(self.needed)}. Not counted: {activations}temporary memory of the optimizer, of kernels and "
+            f"of the communication backend, the context of the device, fragmentation"
+        )
+
+
+def fit_into(device_memory: int, phases: Sequence[Phase], counts_activations: bool) -> Fit:
+    """Compares the largest phase with the memory of a device."""
+    largest = max(phases, key=lambda phase: phase.on_device)
+    return Fit(device_memory, largest.on_device, largest.name, counts_activations)
+
+
+def memory_of(device: torch.device) -> int | None:
+    """The memory of an accelerator in bytes; ``None`` for the CPU, and for a GPU that is not here."""
+    return None if device.type in ("cpu", "meta") else torch.accelerator.get_memory_info(device)[1]
 
 
 @dataclass(frozen=True)
@@ -92,14 +139,14 @@ class Explanation:
         state = {kind: round(self.optimizer_bytes * elements) for kind, elements in trained.items()}
         lost = sum(group.feedback for group in self.groups)
         kinds = {**shards, **state, "what encodings lost": lost, "outside of groups": self.facts.outside}
-        at_rest = tuple((kind, 1, nbytes) for kind, nbytes in kinds.items() if nbytes)
-        at_rest += () if self.groups[0].is_host else (WORKSPACES,)
+        always = tuple((kind, 1, nbytes) for kind, nbytes in kinds.items() if nbytes)
+        always += () if self.groups[0].is_host else (WORKSPACES,)
         return (
-            Phase("at rest", at_rest),
-            Phase("forward, at its peak", at_rest + self._peak("forward")),
-            Phase("backward, at its peak", at_rest + self._peak("backward")),
-            Phase("between steps", at_rest + self.step.kept),
-            Phase("after free_buffers()", at_rest),
+            Phase("at rest", always),
+            Phase("forward, at its peak", always + self._peak("forward")),
+            Phase("backward, at its peak", always + self._peak("backward")),
+            Phase("between steps", always + self.step.kept),
+            Phase("after free_buffers()", always),
         )
 
     def _peak(self, during: Pass) -> tuple[Part, ...]:

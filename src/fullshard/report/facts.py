@@ -7,30 +7,70 @@ nor its process groups any more. :mod:`fullshard.report.meta_step` predicts what
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard import tree
 from fullshard.buffer.sections import Section, full_bytes, full_starts, shard_bytes
 from fullshard.comm.select import choose_transport
-from fullshard.comm.transport import Route, Transfer, Wire
-from fullshard.device import META, is_host
+from fullshard.device import is_host
 from fullshard.group.feedback import feedback_bytes
 from fullshard.group.gradient_dtypes import GradientDtypes
+from fullshard.group.owners import owner_of
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.group.strategy import Placement
-from fullshard.report.offloaded_facts import OffloadedFacts, offloaded_facts
-from fullshard.report.outside import bytes_outside
 from fullshard.schedule.unit import Unit, unit_of, units_in
-from fullshard.strangers import strangers_in
-from fullshard.text import dtype_name, wire_text
+from fullshard.strangers import known_to, strangers_in
+from fullshard.text import dtype_name, percent, wire_text
+from fullshard.torch_private import plain_parts, storage_id
 from fullshard.wrap import repeated_blocks
+
+#: How the names of kinds of memory end that are offloaded.
+ON_CPU, ON_DISK = " on the CPU", " on a disk"
+
+
+@dataclass(frozen=True)
+class OffloadedFacts:
+    """What of a group is offloaded, on this rank. Sizes are in bytes.
+
+    Attributes:
+        what: ``"parameters"`` with their gradients and optimizer state, ``"optimizer state"``, or ``""`` for nothing.
+        place: ``" on the CPU"``, ``" on a disk"``, or ``""``.
+        shard, reduced: how much of the shard and of the reduced gradients is offloaded.
+        trained: the number of elements whose optimizer state is offloaded.
+        behind: the most bytes of gradients that are in memory while they are written to a disk, which is half of what
+            an optimizer's step may read and write at once.
+    """
+
+    what: str = ""
+    place: str = ""
+    shard: int = 0
+    reduced: int = 0
+    trained: int = 0
+    behind: int = 0
+
+    def split(self, kind: str, nbytes: int, offloaded: int) -> dict[str, int]:
+        """Divides ``nbytes`` of a kind of memory into those in place, and those that are offloaded."""
+        return {kind: nbytes - offloaded, kind + self.place: offloaded} if self.place else {kind: nbytes}
+
+    def part(self, state: float, parameters: float) -> OffloadedFacts:
+        """About what is offloaded with smaller shares of a group."""
+        shard, reduced, trained = self.shard * parameters, self.reduced * parameters, self.trained * state
+        return replace(self, shard=round(shard), reduced=round(reduced), trained=round(trained))
+
+    def text(self, shard: int, trained: int) -> str:
+        """Says how much is offloaded of ``shard`` bytes of parameters, and of the state of ``trained`` elements."""
+        shares = {"parameters": self.shard / max(1, shard), "optimizer state": self.trained / max(1, trained)}
+        if round(shares["parameters"], 3) in (0, round(shares["optimizer state"], 3)):
+            shares = {self.what: shares[self.what]}
+        parts = [f"{percent(share, 1)} of the {kind}" if share < 1 else kind for kind, share in shares.items()]
+        return " and ".join(parts) + self.place
 
 
 @dataclass(frozen=True)
@@ -72,19 +112,6 @@ class ParameterFacts:
 
 
 @dataclass(frozen=True)
-class ExchangeFacts:
-    """The bytes of one gather or reduction of a group, on this rank.
-
-    Attributes:
-        sent: bytes sent to other ranks.
-        read: bytes read from the gradients of the other ranks, where ranks share memory.
-    """
-
-    sent: int = 0
-    read: int = 0
-
-
-@dataclass(frozen=True)
 class GroupFacts:
     """A group: the parameters that are gathered and reduced in one call. Sizes are in bytes, for one rank, unless said
     otherwise.
@@ -112,11 +139,9 @@ class GroupFacts:
         gradient: its gradient buffer, whole, in the reduce dtype.
         reduced: its reduced gradients, as in ``param.grad``.
         trained: the number of elements of this rank's shard that an optimizer updates.
-        gather, reduction: its exchanges with the ranks over which it is sharded.
         wire: how what it sends is encoded, ``""`` if nothing is; ``feedback``: what is kept to correct gradients.
         is_host: whether it computes on the CPU.
         shards_replicas: whether each shard is cut again over the replicas between steps.
-        replica_gradients: the gradients that the ranks of a replica have reduced then.
         communicates: whether a gather involves other ranks.
         parameters: its parameters, in the order of their memory.
         starts: the offset of each section in the full buffer, and the end of the last one.
@@ -149,13 +174,10 @@ class GroupFacts:
     gradient: int
     reduced: int
     trained: int
-    gather: ExchangeFacts
-    reduction: ExchangeFacts
     wire: str
     feedback: int
     is_host: bool
     shards_replicas: bool
-    replica_gradients: int
     communicates: bool
     parameters: tuple[ParameterFacts, ...]
     starts: tuple[int, ...]
@@ -271,9 +293,6 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
     is_whole, parts = data.shard_group is None, data.shard_size * (data.replicate_size if data.shards_replicas else 1)
     keeps = unit.auto_reshard and unit.schedule is None and is_root  # it will keep its parameters after forward
     smaller = None if keeps else group.options.post_forward_mesh
-    private, peers = group.transport.private, (data.shard_size - 1) * own
-    given = data.shard_group, group.wire("gather"), sections, computed
-    gather = ExchangeFacts() if shares else _exchange(private.gather_route, *given)
     trainable = [param.sharded.requires_grad for param in group.params]
     gradients, travelling = GradientDtypes(group).sections(trainable, group.keeps_whole)
     cuts_twice = data.shards_replicas
@@ -305,13 +324,10 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
         gradient=full_bytes(gradients, travelling),
         reduced=sum(section.plan.shard_numel * section.dtype.itemsize for section in kept_gradients),
         trained=sum(section.plan.shard_numel for section in kept_gradients),
-        gather=ExchangeFacts(gather.sent + peers),
-        reduction=_reduction(group, gradients, travelling),
         wire=wire_text(group.wire, group.options.wire, group.options.outer_wire),
         feedback=feedback_bytes(group, [section.plan for section in gradients]),
         is_host=is_host(group.device),
         shards_replicas=cuts_twice,
-        replica_gradients=shard_bytes(gradients, travelling) if cuts_twice else 0,
         communicates=not is_whole and data.shard_size > 1,
         parameters=tuple(_parameters(group, names)),
         starts=tuple(full_starts(sections, computed)),
@@ -322,42 +338,6 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
 def _stride(over: dist.ProcessGroup | None) -> int:
     ranks = [] if over is None else dist.get_process_group_ranks(over)
     return abs(ranks[1] - ranks[0]) if len(ranks) > 1 else 1
-
-
-def _exchange(
-    make_route: Callable[[list[Transfer], dist.ProcessGroup, int, Wire | None], Route],
-    over: dist.ProcessGroup | None,
-    wire: Wire | None,
-    sections: Sequence[Section],
-    dtypes: Sequence[torch.dtype],
-    shard_dtypes: Sequence[torch.dtype] = (),
-) -> ExchangeFacts:
-    """The bytes of the route that a transport makes for buffers of these dtypes. Shards have ``shard_dtypes`` if given,
-    or else the same dtypes."""
-    if over is None or over.size() == 1 or not sections:
-        return ExchangeFacts()
-    given = zip((section.plan for section in sections), dtypes, shard_dtypes or dtypes, strict=True)
-    make = partial(torch.empty, device=META)
-    transfers = [Transfer(p, make(p.full_numel, dtype=d), make(p.shard_numel, dtype=own)) for p, d, own in given]
-    return ExchangeFacts(make_route(transfers, over, 0, wire).sent)
-
-
-def _reduction(group: ParamGroup, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> ExchangeFacts:
-    over, transport = group.reduce_process_group, group.reduce_transport
-    if group.adds_whole and transport.compares_reductions:
-        return ExchangeFacts(read=_all_reduced(group, sections, dtypes))
-    if over is not None and transport.compares_reductions:  # ranks share memory
-        pairs = zip(sections, dtypes, strict=True)
-        nbytes = sum(section.plan.owned_numel(over.rank()) * dtype.itemsize for section, dtype in pairs)
-        return ExchangeFacts(read=(over.size() - 1) * nbytes)
-    is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
-    shard_dtypes = [section.dtype for section in sections] if is_final else dtypes
-    return _exchange(transport.reduce_route, over, group.wire("reduce"), sections, dtypes, shard_dtypes)
-
-
-def _all_reduced(group: ParamGroup, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
-    """Bytes that a rank sends in an all-reduce over replicas, or reads."""
-    return 2 * shard_bytes(sections, dtypes) * (group.data.replicate_size - 1) // group.data.replicate_size
 
 
 def _why(group: ParamGroup) -> str:
@@ -418,3 +398,45 @@ def _class_of(module: nn.Module) -> str:
 
 def _dtype_names(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(dtype_name, dtypes)))
+
+
+def offloaded_facts(group: ParamGroup, shards: Sequence[Section], gradients: Sequence[Section]) -> OffloadedFacts:
+    """What of a group is offloaded, given the sections of its shard and of its reduced gradients."""
+    offloaded = group.offloaded
+    if not offloaded.state:
+        return OffloadedFacts()
+
+    def nbytes(sections: Sequence[Section]) -> int:
+        return sum(_elements(group, each, offloaded.parameters) * each.dtype.itemsize for each in sections)
+
+    return OffloadedFacts(
+        what="parameters" if offloaded.parameters else "optimizer state",
+        place=ON_CPU if offloaded.disk is None else ON_DISK,
+        shard=nbytes(shards),
+        reduced=nbytes(gradients),
+        trained=sum(_elements(group, each, offloaded.state) for each in gradients),
+        behind=0 if offloaded.disk is None else offloaded.disk.staging_bytes // 2,
+    )
+
+
+def _elements(group: ParamGroup, section: Section, chosen: frozenset[int]) -> int:
+    """The elements of a section's shard that belong to chosen parameters. Padding beside these counts as theirs."""
+    others = [group.params[index].local.numel() for index in section.members if index not in chosen]
+    return section.plan.shard_numel - sum(others) if len(others) < len(section.members) else 0
+
+
+def bytes_outside(model: nn.Module, groups: Sequence[ParamGroup]) -> int:
+    """The bytes of the tensors that belong to no group, in attributes of the model's modules and in containers there.
+    Tensors that share memory count once, with all of it: a view keeps the whole tensor of a parameter alive."""
+    params = [param for group in groups for param in group.params]
+    known = known_to(groups) | {id(param.hidden) for param in params}
+    views = {(place.module, place.name) for param in params for place in param.locations}  # of a flat parameter
+    values = [
+        value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (torch.Tensor, list, tuple, dict)) and (module, name) not in views
+    ]
+    found = [each for each in tree.tensors(values) if id(each) not in known and owner_of(each) is None]
+    parts = {storage_id(part): part for tensor in found for part in plain_parts(tensor)}
+    return sum(part.untyped_storage().nbytes() for key, part in parts.items() if key)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,15 +27,13 @@ from fullshard.group.gradient_buffer import MessageViews
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import local_tensor
 from fullshard.report.activations import Moment, Pass
-from fullshard.report.facts import ModelFacts
-from fullshard.report.offloaded_facts import ON_CPU, ON_DISK
-from fullshard.report.twins import Exchange, SilentStreams, Twins, What
+from fullshard.report.facts import ON_CPU, ON_DISK, ModelFacts
+from fullshard.report.twins import Action, Event, SilentStreams, Twins
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.step_log import StepLog
 from fullshard.schedule.unit import Unit
 from fullshard.torch_private import storage_id
 
-Action = What | Literal["wait", "compute", "wait-reduce"]
 #: What slots of pools are for, by the first word of their kind.
 _SLOTS = {
     "parameters": "full buffers",
@@ -57,27 +55,6 @@ _ORDER = (_PASSING[0], *_SLOTS.values(), _PASSING[1], "messages", *_PASSING[2:])
 Part = tuple[str, int, int]
 #: On a GPU: what cuBLAS works in, for the threads of forward and backward. On older cards than Hopper it takes less.
 WORKSPACES: Part = ("workspaces of cuBLAS", 2, 32 * 2**20)
-
-
-class Event(NamedTuple):
-    """One action of a rank in a step.
-
-    Args:
-        action: ``gather``, ``reduce``, ``all-reduce``, and a gather and a reduction over replicas start an exchange.
-            ``wait`` waits for a gather, ``wait-reduce`` for a reduction. ``compute`` is the work of a group's modules.
-        group: the position of the group in the model's facts.
-        during: the pass.
-        sent: bytes that this rank sends.
-        ranks: the number of ranks that exchange.
-        read: bytes that it reads from the gradients of other ranks, where ranks share memory.
-    """
-
-    action: Action
-    group: int
-    during: Pass
-    sent: int = 0
-    ranks: int = 1
-    read: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,10 +94,10 @@ class PredictedStep:
 
     Attributes:
         events: the actions of the rank, in order.
-        peaks: the memory at the peak of each pass, beyond the memory at rest.
+        peaks: the memory at the peak of each pass, beyond shards, optimizer state and what no group has.
         kept: the memory that is kept for the next step.
         beside: the most bytes on the device that come and go at each moment, beside what is kept.
-        at: the memory at the peak of each moment, beyond the memory at rest.
+        at: the same at the peak of each moment.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -132,7 +109,7 @@ class PredictedStep:
     def exchanged(self) -> tuple[ExchangeTotal, ...]:
         """What the step exchanges, by kind."""
         kinds: defaultdict[str, list[int]] = defaultdict(list)
-        for action, _, during, sent, _, read in self.events:
+        for action, _, sent, _, read, during in self.events:
             if action == "gather":
                 kinds[f"gather in {during}"].append(sent)
             elif action not in ("wait", "compute", "wait-reduce"):
@@ -194,7 +171,13 @@ class MetaStep:
         self._most: dict[Any, tuple[int, list[tuple[str, int]], list[tuple[str, int]]]] = {}
         self.allocations, self._known = 0, -1  # of slots, and how many of them are known
         self._slots, self._in_slots = list[tuple[str, int]](), 0
-        self._rested = {group: _rested(group) for group in self.groups if group.options.post_forward_mesh is not None}
+        meshes = {group: group.options.post_forward_mesh for group in self.groups}
+        #: The bytes of groups that are sharded over a smaller mesh between forward and backward.
+        self._post_forward = {
+            group: shard_bytes([each.over(mesh.shard_size) for each in group.sections], group.compute_dtypes)
+            for group, mesh in meshes.items()
+            if mesh is not None
+        }
         self._is_host = facts.groups[0].is_host
         self._position = {group: at for at, group in enumerate(self.groups)}
         first: dict[Unit, float] = {}  # when forward runs the units
@@ -333,7 +316,7 @@ class MetaStep:
 
     def _compute(self, unit: Unit) -> Sequence[torch.Tensor]:
         for group in unit.groups:
-            self._record("compute", self._position[group])
+            self._record(Event("compute", self._position[group]))
         self._note()
         return ()
 
@@ -364,30 +347,30 @@ class MetaStep:
                 self._keep_reduced(self._position[group])
             self._note()
 
-    def started(self, exchange: Exchange, lease: Lease, kept: Sequence[torch.Tensor] = ()) -> None:
+    def started(self, exchange: Event, lease: Lease, kept: Sequence[torch.Tensor] = ()) -> None:
         for grad in kept:
             self._count(grad)
         if lease.index >= 0:
             self._pieces[lease.index] = lease
         if self._streams is not None:
             self._streams.entered[-1].exchanges.append(exchange)
-        if exchange.what == "reduce over replicas":
+        if exchange.action == "reduce over replicas":
             self._keep_reduced(exchange.group)
-        self._record(*exchange)
+        self._record(exchange)
         self._note()
 
-    def waited(self, exchange: Exchange) -> None:
+    def waited(self, exchange: Event) -> None:
         if self._streams is None:
             self._waited(exchange)
 
-    def _waited(self, exchange: Exchange) -> None:
-        if exchange.what != "gather over replicas":  # the gather that follows waits for it
-            action: Action = "wait" if exchange.what == "gather" else "wait-reduce"
-            self._record(action, exchange.group, read=exchange.read)
+    def _waited(self, exchange: Event) -> None:
+        if exchange.action != "gather over replicas":  # the gather that follows waits for it
+            action: Action = "wait" if exchange.action == "gather" else "wait-reduce"
+            self._record(Event(action, exchange.group, read=exchange.read))
 
-    def _record(self, action: Action, at: int, sent: int = 0, ranks: int = 1, read: int = 0) -> None:
+    def _record(self, event: Event) -> None:
         if self._notes:
-            self.found.events.append(Event(action, at, self._during, sent, ranks, read))
+            self.found.events.append(event._replace(during=self._during))
 
     def _keep_reduced(self, at: int) -> None:
         """A group has reduced gradients. Those that belong on a disk are in memory until they are written."""
@@ -428,7 +411,7 @@ class MetaStep:
         held = [*self._reduced.items(), *(("messages", piece.nbytes) for piece in self._pieces.values())]
         held += [("gradients as autograd made them", made), ("the gradient that autograd makes", gone)]
         held += [("gradients on their way to a disk", self._behind)]
-        for group, nbytes in self._rested.items():
+        for group, nbytes in self._post_forward.items():
             held += [("post-forward shards", nbytes)] if group.full._post_forward is not None else []
         return held
 
@@ -447,13 +430,6 @@ def _parts(held: Iterable[tuple[str, int]]) -> tuple[Part, ...]:
     order = {kind: _ORDER.index(kind.removesuffix(ON_CPU).removesuffix(ON_DISK)) for kind, _ in found}
     sizes = sorted(found, key=lambda each: (order[each[0]], *each))
     return tuple((kind, found[kind, nbytes], nbytes) for kind, nbytes in sizes)
-
-
-def _rested(group: ParamGroup) -> int:
-    """The bytes of what a group keeps between forward and backward on a smaller mesh."""
-    mesh = group.options.post_forward_mesh
-    assert mesh is not None
-    return shard_bytes([section.over(mesh.shard_size) for section in group.sections], group.compute_dtypes)
 
 
 def _is_full(_: object) -> bool:

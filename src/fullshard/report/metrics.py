@@ -24,7 +24,6 @@ from fullshard.comm.waits import Wait
 from fullshard.device import Mark
 from fullshard.disk.file import DiskFile
 from fullshard.group.gradient_dtypes import GradientDtypes
-from fullshard.group.param_group import ParamGroup
 from fullshard.group.step import Action
 from fullshard.platforms import open_flags
 from fullshard.report.watching import Point, StepObserver, TimedMark, from_others
@@ -147,7 +146,6 @@ class Metrics(StepObserver):
             self.observe_lanes(self._run)
         self._transferred = DiskFile.transferred()  # up to the last step
         self._uses_disk = any(group.offloaded.disk is not None for group in schedule.groups())
-        self.observe_steps()
 
     def stop(self) -> None:
         """Write the metrics that are not written yet, and stop. Saves since the last step get a line of their own. May
@@ -187,9 +185,10 @@ class Metrics(StepObserver):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
 
-    def logged(self, action: Action, group: ParamGroup, moves: bool) -> None:
-        if action in ("gather", "reduce") and moves:
-            self._now.received += (self._gathered if action == "gather" else self._reduced)[id(group)]
+    def logged(self, action: Action, subject: Any, flag: bool) -> None:
+        super().logged(action, subject, flag)
+        if action in ("gather", "reduce") and flag:
+            self._now.received += (self._gathered if action == "gather" else self._reduced)[id(subject)]
 
     def waited(self, wait: Wait | None, begin: Point, end: Point) -> None:
         self._now.waits.append((begin, end))

@@ -3,6 +3,9 @@
 One bar is drawn for each group, or for several groups that are alike. Its upper half has the parameters in the order of
 their memory, by their names inside of the group's module; frozen ones are grey. Names that do not fit stand below the
 bar. The lower half shows the owners: all ranks if they are few, or else one rank. Padding is black.
+
+The colours of all pictures are those of Okabe and Ito, which colour-blind people can tell apart. Each comes with a
+hatch, so that pictures stay readable in grey. Matplotlib draws the lines of a hatch closer if its letter is repeated.
 """
 
 from __future__ import annotations
@@ -11,12 +14,51 @@ import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 from fullshard.report.facts import GroupFacts, ParameterFacts
-from fullshard.report.palette import BLACK, RANKS, WHITE, Look
 from fullshard.report.tables import name_of_run, runs
 from fullshard.text import bytes_text, percent, shape_text
+
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+GREY, WHITE = "#DDDDDD", "#FFFFFF"
+
+
+class Look(NamedTuple):
+    """The fill of a bar."""
+
+    color: str
+    hatch: str = ""
+
+    @property
+    def bar(self) -> dict[str, Any]:
+        """The arguments of matplotlib's ``bar``, ``barh`` and patches."""
+        return {"facecolor": self.color, "hatch": 4 * self.hatch, "edgecolor": "black", "linewidth": 0.6}
+
+
+#: The states of a group in a step.
+STATES = {"gathered": Look(SKY, "/"), "whole": Look(GREEN), "reduced": Look(ORANGE, ".")}
+#: The parts of a rank's memory.
+MEMORY = {
+    "parameters": Look(SKY),
+    "gradients": Look(ORANGE, "/"),
+    "optimizer": Look(GREEN, "x"),
+    "activations": Look(PURPLE, "."),
+    "other": Look(GREY),
+}
+#: Ranks, in turn.
+RANKS = (
+    Look(SKY),
+    Look(ORANGE, "/"),
+    Look(GREEN, "."),
+    Look(YELLOW, "x"),
+    Look(PURPLE, "\\"),
+    Look(BLUE, "-"),
+    Look(VERMILION, "|"),
+    Look(GREY, "+"),
+)
+
 
 _TRAINED, _FROZEN = Look("#DCEBF7"), Look("#D0D0D0", "\\")
 _PADDING = Look(BLACK)

@@ -20,9 +20,8 @@ from dataclasses import dataclass, replace
 from fullshard.disk.file import BLOCK, THREADS
 from fullshard.report.activations import Activations, Moment, Pass
 from fullshard.report.estimate import Hardware, estimate_step
-from fullshard.report.facts import GroupFacts, ModelFacts
+from fullshard.report.facts import ON_CPU, ON_DISK, GroupFacts, ModelFacts
 from fullshard.report.meta_step import WORKSPACES, PredictedStep
-from fullshard.report.offloaded_facts import ON_CPU, ON_DISK
 from fullshard.text import bytes_text
 
 #: The root, where it has no group.

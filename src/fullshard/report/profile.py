@@ -1,8 +1,7 @@
 """Traces of a few steps: when each rank gathered, computed, reduced and waited, and how much memory it used.
 
 Owns what users call, and the gathering of all ranks' traces on rank 0. :mod:`fullshard.report.recorder` takes the
-trace: while it runs, it overrides methods of the model's schedule, units and lanes (of these objects, not of their
-classes). Without a trace there are no overrides, and no cost.
+trace: while it runs, it listens to the log of the model's steps, to its lanes and to the waits of the process.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ _EXCHANGES = 16
 
 
 class Trace:
-    """What ranks did in a few steps. Made by :func:`profile`, or read from a file by :meth:`load`.
-
-    Attributes:
-        ranks: the trace of each rank. Before :meth:`gather` only this rank's; after it, on rank 0, those of all.
-    """
+    """What ranks did in a few steps. Made by :func:`profile`, or read from a file by :meth:`load`."""
 
     def __init__(self, ranks: list[RankTrace] | None = None) -> None:
         self._ranks = ranks or []

@@ -3,7 +3,7 @@
 ``fullshard doctor`` starts a job with ``FULLSHARD_DOCTOR`` set to a directory. Each process that imports fullshard then
 calls :func:`start`. When its first module is sharded, the observer checks the environment and the initial values. In
 the first steps it reports the position of the rank and values that are not finite, and takes a trace. At the end it
-reports how the program ended. Whatever is found, the program continues. Owns the overrides that this needs.
+reports how the program ended. Whatever is found, the program continues. Owns the functions that it replaces for this.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 
 from fullshard import finite
 from fullshard.comm.waits import WAITS, PeerFailureError
@@ -31,13 +32,13 @@ from fullshard.finite import NanDetector, NanError
 from fullshard.first_values import verify_values
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
+from fullshard.group.step import Action
 from fullshard.optim import steps
 from fullshard.report.environment import Check, check_environment
 from fullshard.report.explain import explain
 from fullshard.report.profile import Trace, profile
-from fullshard.report.watching import Overrides
 from fullshard.schedule import hooks
-from fullshard.schedule.schedule import Schedule
+from fullshard.schedule.schedule import Schedule, Scheduled, at_forwards
 from fullshard.schedule.unit import Unit
 
 #: Environment variables: the directory for the ranks' files, and how many steps are observed.
@@ -58,8 +59,7 @@ class RankObserver:
         self._steps = steps
         self._name = directory / f"{os.getpid()}.jsonl"
         self._stacks = open(directory / f"{os.getpid()}.stack", "w", encoding="utf-8")  # noqa: SIM115  as long as the process runs
-        self._overrides = Overrides()
-        self._original_begin_tree = Schedule.begin_tree
+        self._replaced: list[tuple[Any, str, Any]] = []  # functions: module, name, and what it was before
         self._schedule: Schedule | None = None
         self._detector: NanDetector | None = None
         self._trace: Trace | None = None
@@ -73,27 +73,30 @@ class RankObserver:
         if not faulthandler.is_enabled():
             faulthandler.enable(self._stacks)  # writes the stack if the process crashes or is aborted
         front_end = importlib.import_module("fullshard.fully_shard")
-        self._overrides.around(front_end, "verify_parameters", self._verify)
-        self._overrides.around(finite, "_expect_finite", self._expect_finite)
-        self._overrides.around(steps, "strangers_of", self._find_strangers)
+        self._replace(front_end, "verify_parameters", self._verify)
+        self._replace(finite, "_expect_finite", self._expect_finite)
+        self._replace(steps, "strangers_of", self._find_strangers)
         hooks.when_sharded(self._sharded)
-        begin = self._begin_tree
-
-        def begin_tree(schedule: Schedule, module: nn.Module) -> None:
-            self._original_begin_tree(schedule, module)
-            begin(schedule, module)
-
-        setattr(Schedule, "begin_tree", begin_tree)  # noqa: B010
+        at_forwards.append(self._begin_forward)
         self.report("begin", pid=os.getpid(), ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
+    def _replace(self, module: ModuleType, name: str, function: Callable[..., Any]) -> None:
+        """Replace a function of a module by ``function``, which is called with it first."""
+        self._replaced.append((module, name, before := getattr(module, name)))
+        setattr(module, name, partial(function, before))
+
     def stop(self) -> None:
-        """Remove the overrides, and report the trace."""
+        """Remove what was replaced, and report the trace."""
         if self._detector is not None:
             self._detector.remove()
-        self._overrides.remove()
-        setattr(Schedule, "begin_tree", self._original_begin_tree)  # noqa: B010
-        with suppress(ValueError):
-            hooks._listeners.remove(self._sharded)
+        while self._replaced:
+            setattr(*self._replaced.pop())
+        listening: list[tuple[list[Any], Any]] = [(hooks._listeners, self._sharded), (at_forwards, self._begin_forward)]
+        if self._schedule is not None:
+            listening.append((self._schedule.log.listeners, self._logged))
+        for listeners, listener in listening:
+            with suppress(ValueError):
+                listeners.remove(listener)
         trace, self._trace = self._trace, None
         if trace is not None:
             trace.stop()
@@ -151,24 +154,26 @@ class RankObserver:
         for check in check_environment(process_group, unit.device.type):
             self._report_check(check)
 
-    def _begin_tree(self, schedule: Schedule, module: nn.Module) -> None:
-        """Begin to observe the steps of the first module tree that is trained."""
+    def _begin_forward(self, schedule: Schedule, unit: Scheduled) -> None:
+        """Begin to observe the steps of the first tree of modules that is trained."""
         trained = any(param.sharded.requires_grad for group in schedule.groups() for param in group.params)
         if self._schedule is not None or not trained:
             return
-        self._schedule = schedule
+        self._schedule, (module, *_) = schedule, schedule.root.modules
         if not self._differs:
             text = "All ranks begin with the same." if self._compared else "Parameters were on meta when sharded."
             self._report_check(Check("initial values", "ok" if self._compared else "not checked", text))
-        self._overrides.around(schedule.step, "begin_pass", self._begin_pass)
+        schedule.log.listeners.append(self._logged)
         self._detector = NanDetector(module, schedule)
         with suppress(ValueError, RuntimeError):  # no advice if the model cannot be explained
             for advice in explain(module).advice:
                 self._report_check(Check("sharding", "ok", str(advice)))
         self._trace = profile(module, self._steps)
 
-    def _begin_pass(self, begin: Callable[..., None], kind: str) -> None:
-        begin(kind)  # ranks wait for each other after this
+    def _logged(self, action: Action, subject: object, flag: bool) -> None:
+        """Report the position where a pass begins, before ranks wait for each other."""
+        if action != "begin":
+            return
         position = WAITS.position().doing
         if position != self._position:
             self._position = position

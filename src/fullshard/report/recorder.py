@@ -1,8 +1,8 @@
 """The recorder: notes what one rank does while steps run.
 
-It replaces methods of the schedule, the units and the lanes by functions that note the time and call the method. On the
-CPU, times are the host's. On devices with streams, times are the device's: timing events are put into the streams and
-read after the last step, so that nothing waits for the device during a step.
+It listens to the log of the steps and to the lanes, and notes the time of what it is told. On the CPU, times are the
+host's. On devices with streams, times are the device's: timing events are put into the streams and read after the last
+step, so that nothing waits for the device during a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fullshard.group.step import Action
 from fullshard.report.rank_trace import Lane, RankTrace, Span
 from fullshard.report.watching import Point, StepObserver, TimedMark, from_others
 from fullshard.schedule.schedule import Schedule
-from fullshard.schedule.unit import Unit, UnitPhase
+from fullshard.schedule.unit import UnitPhase
 from fullshard.torch_private import running_backward
 
 #: Schedules that are being recorded.
@@ -105,12 +105,14 @@ class Recorder(StepObserver):
         wholes = ((self._names[id(g)], g.full.buffer.nbytes, g.data.shard_size) for g in self._groups)
         self._received = {name: from_others(nbytes, size) for name, nbytes, size in wholes}
         self.observe_lanes(self._run)
-        self._observe_passes()
         self._hooks: list[RemovableHandle] = []
+        self._units: dict[Any, str] = {}
         names = {module: plain_name(name) or "root" for name, module in model.named_modules()}
-        for unit in (unit for unit in schedule.units if isinstance(unit, Unit)):
-            self._observe_unit(unit, ", ".join(names.get(module, "?") for module in unit.modules))
-        self.observe_steps()
+        for unit in schedule.units:
+            name = self._units[unit] = ", ".join(names.get(module, "?") for module in unit.modules)
+            # No other hook runs where a recomputation stops early.
+            stops = torch.compiler.disable(partial(self._computed, "recomputation", name))
+            self._hooks += [module.register_forward_hook(stops, always_call=True) for module in unit.modules]
         RUNNING.add(schedule)
 
     def stop(self) -> None:
@@ -153,10 +155,6 @@ class Recorder(StepObserver):
 
     # Communication
 
-    def logged(self, action: Action, group: ParamGroup, moves: bool) -> None:
-        if action == "gather":
-            self._gathering = self._names[id(group)]
-
     def _run(
         self, lane: Lane, run: Callable[..., Mark], start: Callable[[], Pending], then: Any = None, after: Any = None
     ) -> Mark:
@@ -188,32 +186,20 @@ class Recorder(StepObserver):
 
     # Passes and steps
 
-    def _observe_passes(self) -> None:
-        schedule, around = self.schedule, self.overrides.around
-        around(schedule, "begin_forward", self._begin_forward)
-        around(schedule, "end_forward", partial(self._end_pass, "forward"))
-        around(schedule.passes, "begin", self._begin_backward)
-        around(schedule, "end_backward", partial(self._end_pass, "backward"))
-
-    def _begin_kind(self, kind: str) -> None:
-        self.during, self._begun = kind, self.clock.now()
-        self._computing.clear()
-        self._sample_memory(self._begun)
-
-    def _begin_forward(self, begin: Callable[..., bool], unit: Any) -> bool:
-        if self.schedule.is_idle:
-            self._begin_kind("forward")
-        return begin(unit)
-
-    def _begin_backward(self, begin: Callable[..., None], kind: str, groups: Any) -> None:
-        if kind == "backward" and self.schedule.is_idle:
-            self._begin_kind(kind)
-        begin(kind, groups)
-
-    def _end_pass(self, kind: str, end: Callable[..., None], *args: Any) -> None:
-        end(*args)
-        if self.during == kind:
-            self._end(kind, self._begun)
+    def logged(self, action: Action, subject: Any, flag: bool) -> None:
+        if action == "gather":
+            self._gathering = self._names[id(subject)]
+        elif action == "end" and self.during == subject:
+            self._end(subject, self._begun)
+        super().logged(action, subject, flag)  # where the step ends
+        if action == "begin" and self.is_running:
+            self.during, self._begun = subject, self.clock.now()
+            self._computing.clear()
+            self._sample_memory(self._begun)
+        elif action in ("forward", "backward") and subject in self._units:
+            recomputes = running_backward() >= 0 or (flag and subject.phase is UnitPhase.BACKWARD)
+            what = "recomputation" if action == "forward" and recomputes else action
+            (self._compute if flag else self._computed)(what, self._units[subject])
 
     def _end(self, what: str, begun: Point) -> None:
         now = self.clock.now()
@@ -233,49 +219,12 @@ class Recorder(StepObserver):
             self.stop()
         self.step += 1
 
-    # Units
-
-    def _observe_unit(self, unit: Unit, name: str) -> None:
-        around = self.overrides.around
-        around(unit, "pre_forward", partial(self._before_forward, unit, name))
-        around(unit, "post_forward", partial(self._after_forward, name))
-        around(unit, "begin_backward", partial(self._before_backward, unit, name))
-        around(unit, "finish_backward", partial(self._after_backward, name))
-        stops = torch.compiler.disable(partial(self._after_recomputation, name))
-        for module in unit.modules:
-            self._hooks.append(module.register_forward_hook(stops, always_call=True))
-
-    def _before_forward(self, unit: Unit, name: str, before: Callable[..., Any], *args: Any) -> Any:
-        result = before(*args)
-        self._compute(
-            "recomputation" if running_backward() >= 0 or unit.phase is UnitPhase.BACKWARD else "forward", name
-        )
-        return result
-
-    def _after_forward(self, name: str, after: Callable[..., Any], *args: Any) -> Any:
-        self._computed("recomputation" if running_backward() >= 0 else "forward", name)
-        return after(*args)
-
-    def _after_recomputation(self, name: str, *args: Any) -> None:
-        """End a recomputation. No other hook runs where a recomputation stops early."""
-        self._computed("recomputation", name)
-
-    def _before_backward(self, unit: Unit, name: str, begin: Callable[..., None], schedule: Schedule) -> None:
-        is_first = unit.phase is not UnitPhase.BACKWARD
-        begin(schedule)
-        if is_first:
-            self._compute("backward", name)
-
-    def _after_backward(self, name: str, finish: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        self._computed("backward", name)
-        finish(*args, **kwargs)
-
     def _compute(self, what: str, name: str) -> None:
         now = self.clock.now()
         self._computing.setdefault((what, name), []).append(now)
         self._sample_memory(now)
 
-    def _computed(self, what: str, name: str) -> None:
+    def _computed(self, what: str, name: str, *args: Any) -> None:
         begun = self._computing.get((what, name))
         if begun:
             now = self.clock.now()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -190,11 +191,11 @@ def fit(
         raise ValueError("a DeviceMesh belongs to a job: where ranks are simulated, give its sizes, such as (2, 4)")
     if mesh is not None and (len(mesh) not in (1, 2) or math.prod(mesh) != ranks or not all(size > 0 for size in mesh)):
         raise ValueError(f"mesh must be one or two sizes whose product is the number of ranks, {ranks}; got {mesh!r}")
-    program = Snapshot()
+    program, traces = Snapshot(), dict[object, Activations]()
 
     def search(ranks: int, mesh: Sequence[int] | None, mp_policy: MixedPrecisionPolicy) -> Plan:
         with _simulated(ranks, mesh, planned) as made:
-            more = hardware or {}, disk, values, program
+            more = hardware or {}, disk, values, program, traces
             return Search(model, sample_inputs, optimizer_bytes, loss, made, mp_policy, *more).plan(size)
 
     others: dict[str, tuple[int, Sequence[int] | None, MixedPrecisionPolicy]] = {}
@@ -230,7 +231,8 @@ def _simulated(ranks: int, sizes: Sequence[int] | None, planned: torch.device | 
 
 
 class Search:
-    """The search for one model, on the ranks of this job, which may be simulated."""
+    """The search for one model, on the ranks of this job, which may be simulated. Searches for different numbers of
+    ranks share ``traces``: a traced step depends on the modules of groups, on recomputation and on the precision."""
 
     def __init__(
         self,
@@ -244,9 +246,11 @@ class Search:
         offload_directory: str = "",
         values: Values | None = None,
         program: Snapshot | None = None,
+        traces: dict[object, Activations] | None = None,
     ) -> None:
         self._model, self._inputs, self._loss = model, inputs, loss
-        self._values, self._program = values, program or Snapshot()
+        self._values, self._traces = values, {} if traces is None else traces
+        self._program = program or Snapshot()
         self._optimizer_bytes, self._options = optimizer_bytes, {"mesh": mesh, "mp_policy": mp_policy}
         self._disk = offload_directory
         self._moves = f"; a disk moves {quantity_text(TO_DISK, 'B/s')}" if self._disk else ""
@@ -262,18 +266,19 @@ class Search:
         self._order: list[str] = []  # of the modules in forward
         fine = _Choice(1, apart=True)
         repeatable = [name for name in self.blocks if not _counts(model.get_submodule(name))]
-        sharded = self._sharded(fine, repeatable)  # collective, as all that follows in the same order on all ranks
-        again = self._trace(sharded) if repeatable else None
-        plain = self._sharded(fine, [])
-        found = self._trace(plain)
+        # Collective, as all that follows in the same order on all ranks.
+        again = self._trace(self._as_chosen(fine, repeatable)) if repeatable else None
+        plain = self._applied(self._as_chosen(fine))
+        found = self._trace(self._as_chosen(fine), plain)
         self._traced = TracedBlocks(facts_of(plain, found.order), found, again, self.blocks, repeatable)
-        self._order = self._traced.order
+        self._order, self.recomputes = self._traced.order, bool(self._traced.worth)  # whether that makes any smaller
         self._most = 2 * _PARTS if self._disk or units_in(plain)[0].device.type != "cpu" else 0
         for offload in range(0, self._most + 1, _PARTS):
             for size in _SIZES:
                 for apart in (False, True) if self._layers else (False,):
                     if size == 1 or len(self.blocks) >= 2 * size:
-                        self._add(_Choice(size, apart, offload))
+                        is_fine = size == 1 and offload == 0 and apart is bool(self._layers)
+                        self._add(_Choice(size, apart, offload), plain if is_fine else None)
         first = next(iter(self._facts.values())).groups[0]
         self._transport, self._ranks = first.transport, dist.get_world_size()
         kind = first.transport if first.is_host else "accelerator"
@@ -283,18 +288,15 @@ class Search:
     def plan(self, memory: int) -> Plan:
         """The plan that fits into ``memory``; the same on all ranks, by what rank 0 finds."""
         room = memory
-        for _ in range(_ATTEMPTS):
-            plan = self.agreed(self._found(room, memory))
-            if plan is None:
-                break
+        for attempt in range(_ATTEMPTS + 1):
+            found = self.agreed(self._found(room, memory) if attempt < _ATTEMPTS else None)
+            plan = found or self.agreed(self._planned(self._smallest(), memory, []))
             need = self.agreed(self.checked(plan))
             if need.most <= memory:
                 return replace(plan, needed=need.most, seconds=need.seconds)
+            if found is None:
+                break
             room -= need.most - memory
-        plan = self.agreed(self._planned(self._smallest(), memory, []))
-        need = self.agreed(self.checked(plan))
-        if need.most <= memory:
-            return replace(plan, needed=need.most, seconds=need.seconds)
         raise DoesNotFitError(
             f"no plan fits this {type(self._model).__name__} on {counted(self._ranks, 'rank')} into "
             f"{bytes_text(memory)}: the smallest memory is {bytes_text(need.most)}, for {need.why}",
@@ -305,13 +307,13 @@ class Search:
         """What rank 0 has."""
         return broadcast_object(value, None) if has_peers(dist.group.WORLD) else value
 
-    def _trace(self, sharded: nn.Module) -> Activations:
-        return trace_step(sharded, self._inputs, self._loss, self._values, self._program)
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether recomputation makes any block smaller."""
-        return bool(self._traced.worth)
+    def _trace(self, plan: Plan, sharded: nn.Module | None = None) -> Activations:
+        """A step of the model as planned; ``sharded`` is a copy that is sharded so, if there is one."""
+        key = frozenset(group.modules for group in plan.groups), plan.recomputed, self._options["mp_policy"]
+        if key not in self._traces:
+            sharded = sharded or self._applied(plan)
+            self._traces[key] = trace_step(sharded, self._inputs, self._loss, self._values, self._program)
+        return self._traces[key]
 
     # the models that are looked at
 
@@ -350,11 +352,10 @@ class Search:
             elements=sum(param.numel() for param in self._model.parameters()),
         )
 
-    def _sharded(self, choice: _Choice, recomputed: Sequence[str]) -> nn.Module:
+    def _as_chosen(self, choice: _Choice, recomputed: Sequence[str] = ()) -> Plan:
         state, parameters = choice.shares
         groups, again = tuple(self._groups_of(choice)), tuple(recomputed)
-        plan = Plan("", 1, "", 1, 1, 0, 2, groups, again, offloaded_state=state, offloaded_parameters=parameters)
-        return self._applied(plan)
+        return Plan("", 1, "", 1, 1, 0, 2, groups, again, offloaded_state=state, offloaded_parameters=parameters)
 
     def _applied(self, plan: Plan) -> nn.Module:
         """A copy of the model, sharded as planned, for which nothing is made in the directory."""
@@ -362,11 +363,11 @@ class Search:
         plan = replace(plan, memory=1 << 62, offload_directory=here, staging_bytes=self._staging)
         return plan.apply(on_meta(self._model), **self._options)
 
-    def _add(self, choice: _Choice) -> None:
-        """Take the facts of the groups of a choice. Collective."""
+    def _add(self, choice: _Choice, sharded: nn.Module | None) -> None:
+        """Take the facts of the groups of a choice, of a copy that is ``sharded`` so if there is one. Collective."""
         key = choice.key
         self._groups[key] = self._groups_of(choice)
-        sharded = self._sharded(choice, [])
+        sharded = sharded or self._applied(self._as_chosen(choice))
         titles = [each.modules for unit in units_in(sharded) for each in unit.groups]
         owner = {module: at for at, modules in enumerate(titles) for module in modules}
         found = [owner.get(sharded.get_submodule(name), owner.get(sharded)) for name in self._order]
@@ -376,7 +377,7 @@ class Search:
     def checked(self, plan: Plan) -> Need:
         """What the plan needs, as it is traced and runs. Collective."""
         sharded = self._applied(plan)
-        found = self._trace(sharded)
+        found = self._trace(plan, sharded)
         facts = facts_of(sharded, found.order)
         step = MetaStep(units_in(sharded), facts).run(facts, found.open_ended)
         return need_of(facts, step, found, self._hardware, self._optimizer_bytes, self._batch)
@@ -479,10 +480,7 @@ class Search:
 def _large_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Layers outside of the blocks with many parameters that are theirs alone, such as an embedding and a head."""
     inside = {inner for block in blocks for inner in block.modules()}
-    users: dict[nn.Parameter, int] = {}
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
-            users[param] = users.get(param, 0) + 1
+    users = Counter(param for module in model.modules() for param in module.parameters(recurse=False))
     least = _LARGE * sum(param.numel() for param in users)
     return [
         module

@@ -32,25 +32,37 @@ from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.unit import Unit
 from fullshard.torch_private import make_dtensor, set_local
 
-What = Literal["gather", "reduce", "all-reduce", "gather over replicas", "reduce over replicas"]
+Action = Literal[
+    "gather",
+    "reduce",
+    "all-reduce",
+    "gather over replicas",
+    "reduce over replicas",
+    "wait",
+    "compute",
+    "wait-reduce",
+]
 
 
-class Exchange(NamedTuple):
-    """An exchange of a group that was started.
+class Event(NamedTuple):
+    """One action of a rank in a step.
 
     Args:
-        what: what it is.
-        group: the position of the group.
+        action: ``gather``, ``reduce``, ``all-reduce``, and a gather and a reduction over replicas start an exchange.
+            ``wait`` waits for a gather, ``wait-reduce`` for a reduction. ``compute`` is the work of a group's modules.
+        group: the position of the group in the model's facts.
         sent: bytes that this rank sends.
         ranks: the number of ranks that exchange.
         read: bytes that it reads from the gradients of other ranks, where ranks share memory.
+        during: the pass.
     """
 
-    what: What
+    action: Action
     group: int
     sent: int = 0
     ranks: int = 1
     read: int = 0
+    during: Literal["forward", "backward"] = "forward"
 
 
 class Listener(Protocol):
@@ -60,8 +72,8 @@ class Listener(Protocol):
     groups: list[ParamGroup]  # the twins
     allocations: int  # counts what is allocated
 
-    def started(self, exchange: Exchange, lease: Lease, kept: Sequence[torch.Tensor] = ()) -> None: ...
-    def waited(self, exchange: Exchange) -> None: ...
+    def started(self, exchange: Event, lease: Lease, kept: Sequence[torch.Tensor] = ()) -> None: ...
+    def waited(self, exchange: Event) -> None: ...
 
 
 class SilentTransport(Transport):
@@ -83,24 +95,24 @@ class SilentTransport(Transport):
         return super().allocate(nbytes, META)
 
     def _route(self, request: Request) -> Route:
-        what: What = request.direction
+        what: Action = request.direction
         over, data = request.process_group, self.listener.groups[request.tag].data
         if what == "reduce" and self.compares_reductions:  # in the gradients of the others, which ranks share
             owned = ((plan.owned_numel(over.rank()), full.itemsize) for plan, full, _ in request.transfers)
             read = (over.size() - 1) * sum(numel * size for numel, size in owned)
-            return SilentRoute(self, Exchange(what, request.tag, ranks=over.size(), read=read))
+            return SilentRoute(self, Event(what, request.tag, ranks=over.size(), read=read))
         if data.shards_replicas and over is data.replicate_group:
             what = "gather over replicas" if what == "gather" else "reduce over replicas"
         route = self.original.private._route(request)
-        return SilentRoute(self, Exchange(what, request.tag, route.sent, over.size()), route.staging)
+        return SilentRoute(self, Event(what, request.tag, route.sent, over.size()), route.staging)
 
     def sum_route(self, transfers: Sequence[Transfer], process_group: Any, tag: int) -> Route:
         size, private = process_group.size(), self.original.private
         sent = sum_route(private, transfers, process_group, tag, self._computes_on).sent
         if not self.compares_reductions:
-            return SilentRoute(self, Exchange("all-reduce", tag, sent, size), is_of_shards=not transfers)
+            return SilentRoute(self, Event("all-reduce", tag, sent, size), is_of_shards=not transfers)
         nbytes = sum(plan.shard_numel * full.itemsize for plan, full, _ in transfers)
-        return SilentRoute(self, Exchange("reduce", tag, read=2 * nbytes * (size - 1) // size))
+        return SilentRoute(self, Event("reduce", tag, read=2 * nbytes * (size - 1) // size))
 
 
 @dataclass
@@ -108,7 +120,7 @@ class SilentRoute:
     """A route that sends nothing. It takes the memory that the original takes beside the buffers."""
 
     transport: SilentTransport
-    exchange: Exchange
+    exchange: Event
     staging: int = 0
     is_of_shards: bool = False  # whether what starts bring beside buffers was reduced before
 
@@ -120,7 +132,7 @@ class SilentRoute:
     ) -> Pending:
         listener, exchange = self.transport.listener, self.exchange
         lease = listener.staging.lease(self.staging, META) if self.staging else NO_LEASE
-        if exchange.what == "all-reduce":
+        if exchange.action == "all-reduce":
             sent = 2 * sum(values.nbytes for values in zero_copy) * (exchange.ranks - 1) // exchange.ranks
             exchange = exchange._replace(sent=exchange.sent + sent)
         return SilentPending(exchange, listener, lease, () if self.is_of_shards else zero_copy)
@@ -129,7 +141,7 @@ class SilentRoute:
 class SilentPending:
     """An exchange that was started. It keeps zero-copy gradients until it is completed."""
 
-    def __init__(self, exchange: Exchange, listener: Listener, lease: Lease, kept: Sequence[torch.Tensor]) -> None:
+    def __init__(self, exchange: Event, listener: Listener, lease: Lease, kept: Sequence[torch.Tensor]) -> None:
         self._exchange, self._listener, self._lease = exchange, listener, lease
         self._kept = kept
         listener.started(exchange, lease, kept)
@@ -147,7 +159,7 @@ class SilentStream:
 
     streams: SilentStreams
     stream_id: int
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchanges: list[Event] = field(default_factory=list)
 
     def wait_event(self, event: SilentEvent) -> None:
         if self.stream_id == 0:
@@ -182,7 +194,7 @@ class SilentEvent(NamedTuple):
 class SilentStreams(Streams):
     """The streams of a device that is not there. The first one computes; ``listener`` is told what it waits for."""
 
-    def __init__(self, listener: Callable[[Exchange], None]) -> None:
+    def __init__(self, listener: Callable[[Event], None]) -> None:
         self._listener, self._waited = listener, dict[SilentStream, int]()
         self.entered = [SilentStream(self, 0)]
 
@@ -315,7 +327,7 @@ class Twins:
     def _all_reduce(self, position: int, output: torch.Tensor) -> None:
         data = self.groups[position].data
         sent = 2 * output.nbytes * (data.replicate_size - 1) // data.replicate_size
-        exchange = Exchange("all-reduce", position, sent, data.replicate_size)
+        exchange = Event("all-reduce", position, sent, data.replicate_size)
         self._listener.started(exchange, NO_LEASE)
         self._listener.waited(exchange)
 

@@ -1,8 +1,7 @@
 """The step observer, on which traces and metrics are built: clock, memory, lanes, waits and optimizer steps.
 
-It overrides methods of single objects, and removes the overrides when it stops. Classes do not change. The
-exceptions are the class of :data:`WAITS`, because code that waits assigns an attribute there and calls no method, and
-the function that is called after a wait for a disk.
+It listens to the log of a tree's steps, to its lanes, and to the waits of the process, and stops listening when it is
+stopped. Nobody listens otherwise, and nothing is told.
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fullshard.comm.shm import ShmTransport
-from fullshard.comm.waits import WAITS, Wait, Waits
+from fullshard.comm.waits import WAITS, Wait
 from fullshard.device import Mark, Streams, is_host, streams_of
 from fullshard.disk.file import DiskWork
-from fullshard.group.param_group import ParamGroup
 from fullshard.group.step import Action
 from fullshard.platforms import linux, peak_memory
 from fullshard.schedule.schedule import Schedule
@@ -31,7 +28,6 @@ from fullshard.torch_private import running_backward
 
 #: A point in time: nanoseconds of the host's clock, or an event of a device, whose time is known later.
 Point = Any
-_NOTHING = object()
 
 
 class Clock:
@@ -110,49 +106,6 @@ class Memory:
         return max(int(status.partition(b"kB")[0] or 0) * 1024, self.now())  # the kernel's count lags behind
 
 
-class _Stack:
-    """The functions that override a method of one object, the innermost first. The override has the stack as an
-    attribute."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self._attributes, self._name = vars(owner), name
-        self._method, self._before = getattr(owner, name), self._attributes.get(name, _NOTHING)
-        self.functions: list[Callable[..., Any]] = []
-
-    def show(self) -> None:
-        shown = self._method
-        for function in self.functions:
-            shown = partial(function, shown)
-            vars(shown)["stack"] = self
-        if self.functions:
-            self._attributes[self._name] = shown
-        elif self._before is _NOTHING:
-            del self._attributes[self._name]
-        else:
-            self._attributes[self._name] = self._before
-
-
-class Overrides:
-    """Overrides of methods, until they are removed. Others may override the same methods at the same time."""
-
-    def __init__(self) -> None:
-        self._overridden: list[tuple[_Stack, Callable[..., Any]]] = []
-
-    def around(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Override a method of an object: ``function`` is called with the method, and then the method's arguments."""
-        stack = getattr(vars(owner).get(name), "stack", None) or _Stack(owner, name)
-        stack.functions.append(function)
-        stack.show()
-        self._overridden.append((stack, function))
-
-    def remove(self) -> None:
-        """Remove all overrides, the last one first."""
-        while self._overridden:
-            stack, function = self._overridden.pop()
-            stack.functions.remove(function)
-            stack.show()
-
-
 class StepObserver:
     """Observes the steps of a schedule until it is stopped. Subclasses override the methods that it calls.
 
@@ -165,33 +118,43 @@ class StepObserver:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.clock, self.memory = Clock(schedule.device), Memory(schedule.device)
-        self.overrides, self._elsewhere = Overrides(), Overrides()
+        #: What it listens to: lists of listeners, each with its own. Those of the process keep weak references to it.
+        self._listening, self._in_process = list[_Listening](), list[_Listening]()
         self._streams: set[Any] = set()
         self._trained: set[int] = set()  # ids of parameters
         self._params = weakref.WeakKeyDictionary[Optimizer, tuple[int, set[int]]]()
         self._waiting: set[int] | None = None  # parameters not updated yet in this step; None before an optimizer steps
         self.is_running = True
-        schedule.log.listeners.append(self.logged)
         _follow_steps()
         _observers.append(weakref.ref(self, _observers.remove))
-        DiskWork.on_wait = _waited_for_disk
+        self._listen(schedule.log.listeners, self.logged)
+        weakref.finalize(self, _stop_listening, self._in_process)
+        self._listen_weakly(DiskWork.listeners, self.waited_for_disk)
         if self.clock.streams is None:
-            self._observe_waits()
+            self._listen_weakly(WAITS.listeners, self.waited)
+
+    def _listen(self, listeners: list[Any], listener: Callable[..., object]) -> None:
+        listeners.append(listener)
+        self._listening.append((listeners, listener))
+
+    def _listen_weakly(self, listeners: list[Any], method: Callable[..., object]) -> None:
+        reference = weakref.WeakMethod(method)
+        listeners.append(listener := lambda *told: (method := reference()) and method(*told))
+        self._in_process.append((listeners, listener))
 
     def stop(self) -> None:
-        """Stop, and remove all overrides. May be called again."""
+        """Stop listening. May be called again."""
         self.is_running = False
-        if self.logged in self.schedule.log.listeners:
-            self.schedule.log.listeners.remove(self.logged)
-        self.overrides.remove()
-        self._elsewhere.remove()
+        _stop_listening(self._listening)
+        _stop_listening(self._in_process)
         _observers[:] = [each for each in _observers if each() is not self]
-        if not _observers:
-            WAITS.__class__ = Waits
-            DiskWork.on_wait = _ignored
 
-    def logged(self, action: Action, group: ParamGroup, moves: bool) -> None:
-        """Something happens to a group, see :class:`~fullshard.schedule.step_log.StepLog`."""
+    def logged(self, action: Action, subject: Any, flag: bool) -> None:
+        """Something happens in a step, see :class:`~fullshard.group.step.Log`."""
+        if action == "begin":
+            self._end_if(subject == "forward")
+        elif action == "end" and subject == "backward":
+            self._end_if(not self._waiting)
 
     def waited(self, wait: Wait, begin: int, end: int) -> None:
         """Called after each wait of the host, also after short waits of ranks that share memory. Times are in
@@ -209,25 +172,12 @@ class StepObserver:
     def end_step(self) -> None:
         """Called when a training step has ended."""
 
-    def observe_steps(self) -> None:
-        """Call :meth:`end_step` from now on. Other overrides of the same methods must be in place before."""
-        self.overrides.around(self.schedule.passes, "begin", self._begin_pass)
-        self.overrides.around(self.schedule, "end_backward", self._end_backward)
-
     def stepped(self, params: set[int]) -> None:
         """Note that an optimizer has updated these parameters of the schedule."""
         self.after_step()
         self._waiting = (self._trained if self._waiting is None else self._waiting) - params
         if running_backward() < 0:
             self._end_if(not self._waiting)
-
-    def _end_backward(self, end: Callable[[], None]) -> None:
-        end()
-        self._end_if(not self._waiting)
-
-    def _begin_pass(self, begin: Callable[..., None], kind: str, groups: Any) -> None:
-        self._end_if(kind == "forward" and self.schedule.is_idle)
-        begin(kind, groups)
 
     def _end_if(self, is_over: bool) -> None:
         if is_over and self._waiting is not None:
@@ -246,25 +196,16 @@ class StepObserver:
         return known[1]
 
     def observe_lanes(self, runner: Callable[..., Mark]) -> None:
-        """Override ``run`` of all lanes: ``runner`` is called with the lane's name, its ``run``, and the arguments."""
+        """Let ``runner`` run the work of all lanes: it is called with a lane's name, its ``run`` and the arguments."""
         for lanes in {id(group.comm): group.comm.lanes for group in self.schedule.groups()}.values():
             for name, lane in zip(("gather", "reduce", "all-reduce"), lanes, strict=True):
-                self.overrides.around(lane, "run", partial(runner, name))
+                self._listen(lane.observers, partial(runner, name))
                 self._streams.add(lane._stream)
 
     def computes_here(self) -> bool:
         """Whether the current stream of the device is none of the lanes'."""
         streams = self.clock.streams
         return streams is not None and streams.current(self.schedule.device) not in self._streams
-
-    def _observe_waits(self) -> None:
-        """Observe all waits of this process. Several models may share one object for the ranks of a host, so that
-        object keeps only a weak reference to the observer."""
-        transports = {each for g in self.schedule.groups() for each in (g.transport, g.reduce_transport)}
-        for ranks in {each.local_ranks for each in transports if isinstance(each, ShmTransport)}:
-            self._elsewhere.around(ranks, "wait", partial(_observed_wait, weakref.ref(self)))
-        weakref.finalize(self, self._elsewhere.remove)
-        WAITS.__class__ = _ObservedWaits
 
 
 def from_others(nbytes: int, ranks: int) -> int:
@@ -293,13 +234,14 @@ class TimedMark:
 
 #: The observers that run.
 _observers: list[weakref.ref[StepObserver]] = []
-_ignored = DiskWork.on_wait
+#: A list of listeners, and the one of an observer.
+_Listening = tuple[list[Any], Callable[..., object]]
 
 
-def _waited_for_disk(begin: int, end: int) -> None:
-    for observer in [reference() for reference in _observers]:
-        if observer is not None:
-            observer.waited_for_disk(begin, end)
+def _stop_listening(listening: list[_Listening]) -> None:
+    while listening:
+        listeners, listener = listening.pop()
+        listeners.remove(listener)
 
 
 @cache
@@ -318,41 +260,3 @@ def _follow_steps() -> None:
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
-
-
-class _ObservedWaits(Waits):
-    """The class of :data:`WAITS` while an observer runs."""
-
-    @property
-    def current(self) -> Wait | None:
-        return vars(self)["current"]
-
-    @current.setter
-    def current(self, wait: Wait | None) -> None:
-        attributes = self.__dict__
-        before, attributes["current"] = attributes["current"], wait
-        if before is None:
-            _begin[0] = time.monotonic_ns()
-        elif wait is None and not _inside:
-            now = time.monotonic_ns()
-            for reference in _observers:
-                if (observer := reference()) is not None:
-                    observer.waited(before, _begin[0], now)
-
-
-_begin = [0]
-#: Waits of ranks that share memory and are under way. Only long ones appear in :data:`WAITS`.
-_inside: list[str] = []
-
-
-def _observed_wait(
-    observer: weakref.ref[StepObserver], wait: Callable[..., None], counters: Any, value: int, doing: str, tag: int = -1
-) -> None:
-    begin = time.monotonic_ns()
-    _inside.append(doing)
-    try:
-        wait(counters, value, doing, tag)
-    finally:
-        _inside.pop()
-        if (running := observer()) is not None:
-            running.waited(Wait(doing, None, tag), begin, time.monotonic_ns())

@@ -7,28 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.verify import compare
-from fullshard.policies import warn
-from fullshard.torch_private import non_persistent_buffers, version_of
-
-#: A buffer with undefined contents, the module that had it, its name there, and its path.
-Emptied = tuple[torch.Tensor | None, nn.Module, str, str]
-
-
-def buffers_on_meta(module: nn.Module) -> list[tuple[nn.Module, str, str]]:
-    """The buffers on the meta device that no state dict fills: their modules, names and paths."""
-    return [
-        (inner, name, f"{path}.{name}" if path else name)
-        for path, inner in module.named_modules()
-        for name, buffer in inner._buffers.items()
-        if buffer is not None and buffer.is_meta and name in non_persistent_buffers(inner)
-    ]
+from fullshard.torch_private import version_of
 
 
 def check_first_forward(modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) -> None:
@@ -67,15 +52,3 @@ def check_stale_writes(groups: Sequence[ParamGroup]) -> None:
         full = group.full
         if full.state is State.SHARDED and full.versions_set != (*map(version_of, full.leaves),):
             full.refuse_stale_writes()
-
-
-def warn_of_emptied(emptied: Sequence[Emptied]) -> None:
-    """Warn of non-persistent buffers that ``to_empty()`` left undefined and that nobody has written since."""
-    there = [(path, buffer) for buffer, module, name, path in emptied if module._buffers.get(name) is buffer]
-    names = [path for path, each in there if each is not None and not each.is_meta and version_of(each) == 0]
-    if names:
-        warn(
-            f"these buffers are in no state dict and were left uninitialized by to_empty(): {sorted(set(names))}. "
-            f"Compute them again, for example with the module's reset_parameters()",
-            UserWarning,
-        )

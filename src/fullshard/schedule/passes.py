@@ -28,6 +28,8 @@ class Passes:
         step.begin_pass(kind)
         if not is_outermost:
             return
+        if step.log.listeners:
+            step.log("begin", kind)
         barriers: dict[int, PassBarrier] = {}  # one for all groups that the same ranks share
         self._groups = []
         for group in groups:
@@ -42,12 +44,14 @@ class Passes:
             if not group.full.state.is_unsharded:
                 group.full.let_read(True)
 
-    def leave(self, doing: str) -> None:
+    def leave(self, kind: Kind) -> None:
         """If no pass runs now, wait until all ranks have ended the last one, and so have read what they need."""
         if self._step.now is Pass.NONE:
             self._stop_reading()
             for barrier in self._barriers:
-                barrier.leave(doing)
+                barrier.leave(f"the end of a {kind}")
+        if self._step.log.listeners:
+            self._step.log("end", kind)
 
     def cancel(self) -> None:
         """End a pass that an error cut short, without waiting for other ranks."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.nn as nn
@@ -57,7 +57,7 @@ class Scheduled(Protocol):
     finalizes_by_hand: bool
     groups: list[ParamGroup]
     ignored: set[int]
-    emptied: list[checks.Emptied]
+    emptied: list[Any]
 
     @property
     def forward_prefetch(self) -> Sequence[Scheduled]: ...
@@ -170,10 +170,6 @@ class Schedule:
         if is_first:
             checks.check_first_forward(unit.modules, self.groups())
             self.log.announce_calls(self.groups())
-        if emptied := [buffers for each in self.units for buffers in each.emptied]:
-            for each in self.units:
-                each.emptied.clear()
-            checks.warn_of_emptied(emptied)
         WAITS.position = self._position
         step.forwards += 1
         self._notice_changes()
@@ -226,7 +222,7 @@ class Schedule:
         if mark is not None:
             self._last_forward = weakref.ref(mark)
         self.step.end_pass("forward")
-        self.passes.leave("the end of a forward")
+        self.passes.leave("forward")
         self.log.end_pass("forward")
         if not torch.is_grad_enabled():
             self.log.check()
@@ -289,7 +285,7 @@ class Schedule:
         self.log.end_pass("backward")
         if self.is_last_backward and not self.root.finalizes_by_hand:
             self._end_step()
-        self.passes.leave("the end of a backward")
+        self.passes.leave("backward")
         self.log.check()
         checks.check_stale_writes(self._groups)
 

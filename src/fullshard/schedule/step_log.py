@@ -1,7 +1,7 @@
-"""The log of a step: everything that happens to groups is logged here, once, where it starts.
+"""The log of a step: everything that happens in it is logged here, once, where it starts.
 
-From it come the events of observers, the ranges of the profiler, the position of a rank in errors and reports, and the
-comparison of the ranks.
+From it come the events of observers, traces and metrics, the ranges of the profiler, the position of a rank in errors
+and reports, and the comparison of the ranks.
 
 A collective knows sizes, not names: ranks that run different groups would mix up their values. So ranks compare what
 they communicated about, by one all-gather of three integers over each process group. It starts when a pass ends. Its
@@ -109,8 +109,9 @@ class StepLog(Log):
     def add_observer(self, observer: Observer) -> Callable[[], None]:
         """Call ``observer`` with each event; returns a function that removes it."""
 
-        def listener(action: Action, group: ParamGroup, moves: bool) -> None:
-            observer(StepEvent(action, group.name, self.kind, self._step.forwards, moves))
+        def listener(action: Action, group: object, moves: bool) -> None:
+            if isinstance(group, ParamGroup):
+                observer(StepEvent(action, group.name, self.kind, self._step.forwards, moves))
 
         self.listeners.append(listener)
         return lambda: self.listeners.remove(listener)
@@ -155,18 +156,12 @@ class StepLog(Log):
         for comparison in started:
             comparison.start(self._device, self._lane)
         self.calls.clear()
-        self.latest, self.unlike_before = None, ""
-        self._number += 1
+        self.latest, self.unlike_before, self._number = None, "", self._number + 1
 
     def _comparisons(self, kind: Kind) -> list[_Comparison]:
         """What the ranks of each process group have to compare of the calls so far."""
-        calls, steps = [*self.calls], self._step.steps_before
-        return [
-            _Comparison(
-                [call for call in calls if _is_compared(*call, process_group)], kind, steps, process_group, self._number
-            )
-            for process_group in self._process_groups
-        ]
+        calls, pass_of = [*self.calls], partial(_Comparison, kind, self._step.steps_before, self._number)
+        return [pass_of(over, [call for call in calls if _is_compared(*call, over)]) for over in self._process_groups]
 
     def passes(self, kind: Kind | None, tree: int) -> dict[str, dict[str, str]]:
         """The last calls of this rank by their number in the pass, for each process group and pass. The passes are the
@@ -221,11 +216,11 @@ def may_end_processes(group: ParamGroup) -> bool:
 class _Comparison:
     """What the ranks of a process group communicated about in one pass."""
 
-    calls: list[Call]
     kind: Kind
     steps: int
-    process_group: dist.ProcessGroup
     number: int  # of the pass
+    process_group: dist.ProcessGroup
+    calls: list[Call]
 
     def described(self) -> list[str]:
         """A pass and its communication, as text for messages."""

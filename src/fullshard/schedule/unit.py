@@ -35,7 +35,6 @@ from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule import marks
-from fullshard.schedule.checks import Emptied
 from fullshard.schedule.schedule import Schedule
 from fullshard.torch_private import (
     base_of,
@@ -85,15 +84,14 @@ class Unit:
         self.mp_policy = mp_policy
         self.auto_reshard = auto_reshard  # whether the root may choose to stay unsharded: the user did not say
         self.finalizes_by_hand = False  # whether the user finalizes backwards by hand, if this is the root
-        #: Whether the root chose to stay unsharded by itself. Its parameters may then change meanwhile.
-        self.chose_to_keep = False
+        self.chose_to_keep = False  # whether the root stays unsharded by itself: parameters may change meanwhile
         self.groups: list[ParamGroup] = []
         self.borrowed: list[ParamGroup] = []
         self.needed: list[ParamGroup] = []
         self.schedule: Schedule | None = None
         self.ignored: set[int] = set()
         self.extents: list[Any] = []  # where its parameters lay before they were sharded, see :mod:`fullshard.overlaps`
-        self.emptied: list[Emptied] = []
+        self.emptied: list[Any] = []  # buffers that to_empty() left, see :mod:`fullshard.misuse`
         #: Hooks that it keeps only as the root of a tree. A deep copy of a handle needs its module beside it.
         self.root_hooks: list[tuple[nn.Module, RemovableHandle]] = []
         self.forward_prefetch: list[Unit] = []
@@ -127,8 +125,8 @@ class Unit:
             is_outermost = self._enter()
         if is_outermost and not is_host(self.device):
             args, kwargs = tree.to_device((args, kwargs), self.device, self._replaced.of(module))
-        if self.mp_policy.param_dtype is not None:
-            args, kwargs = self._cast_inputs(module, args, kwargs)
+        if (dtype := self.mp_policy.param_dtype) is not None and self.casts_inputs:
+            args, kwargs = tree.cast_floating((args, kwargs), dtype, self._replaced.of(module))
         if self._use is not before:
             if self._is_transformed or torch.is_grad_enabled():
                 args, kwargs = self._mark_end(module, args, kwargs)
@@ -136,6 +134,8 @@ class Unit:
             for tensor in tree.tensors((args, kwargs)):
                 if tensor.grad_fn is not None and torch.is_grad_enabled():  # a leaf would keep the hook
                     tensor.register_hook(partial(marks.mark_gradient, self, self._use))
+        if self.schedule is not None and self.schedule.log.listeners:
+            self.schedule.step.log("forward", self)
         return args, kwargs
 
     def _enter(self) -> bool:
@@ -181,6 +181,8 @@ class Unit:
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Runs after the forward of each of the modules."""
+        if self.schedule is not None and self.schedule.log.listeners:
+            self.schedule.step.log("forward", self, moves=False)
         if self._replaced.calls:
             self._replaced.restore(module)
         if self.phase is UnitPhase.BACKWARD or self._in_method:
@@ -259,13 +261,6 @@ class Unit:
         if schedule.has_streams and len(schedule.order.entered) >= len(schedule.order.entered_before):
             schedule.comm.give_back_memory()  # a head and a loss probably come next, when activations need most
 
-    def _cast_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        dtype = self.mp_policy.param_dtype
-        if dtype is None or not self.casts_inputs:
-            return args, kwargs
-        replaced = self._replaced.of(module)
-        return tree.cast_floating(args, dtype, replaced), tree.cast_floating(kwargs, dtype, replaced)
-
     def _mark_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Put :class:`EndOfBackward` on the inputs that require gradients; under a transform, on all that may."""
         wanted = marks.may_require_grad if self._is_transformed else attrgetter("requires_grad")
@@ -342,7 +337,7 @@ class Unit:
         self.begin_backward(schedule)
 
     def begin_backward(self, schedule: Schedule) -> None:
-        """Runs when the backward of the modules may begin. Observers may replace it, and :meth:`finish_backward`."""
+        """Runs when the backward of the modules may begin."""
         if self.phase is UnitPhase.BACKWARD:
             return
         self.phase = UnitPhase.BACKWARD
@@ -351,9 +346,13 @@ class Unit:
                 group.unshard()
                 group.wait_for_unshard()
             group.users.add(self)
+        if schedule.log.listeners:
+            schedule.step.log("backward", self)
 
     def finish_backward(self, schedule: Schedule, ahead: bool = False) -> None:
         """Runs when the backward of the modules has ended: ``ahead`` of that of the whole tree, or together with it."""
+        if schedule.log.listeners:
+            schedule.step.log("backward", self, moves=False)
         for group in self.groups:
             if group.options.strategy.reduces and (ahead or not schedule.root.finalizes_by_hand):
                 schedule.reduce(group)
