@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
 from operator import attrgetter
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fullshard.buffer.plan import BufferPlan, Copies, ParamShape, Piece, make_plan
+from fullshard.buffer.plan import BufferPlan, Copies, ParamShape, Piece, joined, make_plan
 from fullshard.buffer.sections import Dtypes, starts, views
 from fullshard.buffer.slots import Lease
 from fullshard.torch_private import chunk_cat, storage_id
@@ -69,15 +68,14 @@ def vectors(plans: Sequence[BufferPlan], joined: bool = True) -> tuple[BufferPla
 
 def pieces_alone(plan: BufferPlan, at: int, pitch: int) -> tuple[Piece, ...]:
     """The copies of one whole parameter, alone in its memory, to messages that lie ``pitch`` elements apart."""
-    alone = make_plan([plan.params[at]], plan.world_size, "even", plan.alignment)
-    return replace(alone, ragged_offsets=plan.ragged_offsets[at : at + 1]).pieces_of_all(pitch)
+    return tuple(joined(plan.cuts[at].alone.pieces(range(plan.world_size), pitch)))
 
 
 def _row(plan: BufferPlan, pitch: int) -> list[tuple[int, int]]:
     """The message of one section: the position of each parameter in it, -1 for a gap, and their elements."""
     row, end = list[tuple[int, int]](), 0
-    for at, (param, start) in enumerate(zip(plan.params, plan.shard_offsets, strict=True)):
-        numel = math.prod(param.chunk_shape(0, plan.world_size))
+    for at, start in enumerate(plan.shard_offsets):
+        numel = math.prod(plan.cuts[at].chunk_shape(0))
         if numel and at not in plan.zero_copy:
             row += [(-1, start - end)] * (end < start) + [(at, numel)]
             end = start + numel
@@ -157,7 +155,7 @@ class Messages:
     def _is_rows(self) -> bool:
         """Whether the messages have one section, in which every parameter is the chunks of all ranks end to end."""
         plan = self._plans[0]
-        return len(self._plans) == 1 and plan.layout == "even" and all(map(plan.is_whole, plan.params))
+        return len(self._plans) == 1 and all(cut.is_whole for cut in plan.cuts)
 
     def join(self, messages: torch.Tensor, full: torch.Tensor) -> Callable[[], object] | None:
         """One operation that copies a full buffer to the messages of all ranks; ``None`` unless they are rows."""

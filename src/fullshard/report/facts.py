@@ -262,7 +262,7 @@ def _by_use(units: Sequence[Unit], recorded: Iterable[ParamGroup]) -> list[Unit]
 def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, str]) -> GroupFacts:
     data, sections, memory, computed = group.data, group.sections, group.shard, group.compute_dtypes
     dtypes = [section.dtype for section in sections]
-    own = sum(math.prod(param.chunk_shape(0)) * param.dtype.itemsize for param in group.params if param.extends)
+    own = sum(math.prod(param.cut.chunk_shape(0)) * param.dtype.itemsize for param in group.params if param.extends)
     shares = memory.shared is not None or (memory.is_unmapped and memory.is_meta)
     whole = full_bytes(sections, computed) + data.shard_size * own
     shard = shard_bytes(group.own_sections, dtypes) + own
@@ -381,9 +381,9 @@ def _parameters(group: ParamGroup, names: dict[int, str]) -> Iterator[ParameterF
         plan = group.sections[at].plan if at >= 0 else None
         rows, chunk = (0, 1), math.prod(param.shape)
         if plan is not None and group.is_flat:
-            rows, chunk = plan.fragment(position, rank), plan.shard_numel
+            rows, chunk = plan.cuts[position].chunk(rank), plan.shard_numel
         elif param.dim is not None:
-            rows, chunk = param.rows, max(math.prod(param.chunk_shape(each)) for each in range(data_size))
+            rows, chunk = param.rows, max(math.prod(param.cut.chunk_shape(each)) for each in range(data_size))
             if group.data.shards_replicas:
                 chunk = math.prod(group.own_sections[at].plan.locate_chunk(position, 0)[1])
         users = [location.module for location in param.locations]

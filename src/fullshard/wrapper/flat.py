@@ -140,7 +140,7 @@ class Fragment(ShardedParameter):
         """Does nothing: gradients of wrapped modules are reduced in the dtype of the computation, as with torch."""
 
     def note_plan(self, plan: BufferPlan, position: int) -> None:
-        self.run = plan.fragment(position, self.data.shard_rank)
+        self.run = plan.cuts[position].chunk(self.data.shard_rank)
         self._place = plan.locate_chunk(position, self.data.shard_rank)
 
     def chunk_of(self, whole: torch.Tensor) -> torch.Tensor:
