@@ -123,7 +123,7 @@ def summon_full_params(
                 full = FullParameters(group, whole if shown else {})
                 summoned.callback(full.close)
                 # Unsharded flat parameters always keep what is written, as torch's wrapper does.
-                if writeback or (group.is_flat and group.data.shard_group is None):
+                if writeback or (unit.is_wrapper and group.data.shard_group is None):
                     kept.append(full)
         yield
         for full in kept:

@@ -261,7 +261,7 @@ class BufferPlan:
         return tuple([cut.shares[0].place if cut.is_uniform else 0 for cut in self.cuts])
 
     @property
-    def moves_as_one(self) -> bool:
+    def moves_all(self) -> bool:
         """Whether all elements move as one vector: also those of frozen parameters, and the padding."""
         return self.whole is not None
 
@@ -350,7 +350,7 @@ class BufferPlan:
         """The plan of some of the parameters: cut as here, at the same place in the full buffer, in another shard. What
         moves as one is the plan itself, which cannot leave any out."""
         chosen = tuple(indices)
-        if self.moves_as_one or chosen == tuple(range(len(self.params))):
+        if self.moves_all or chosen == tuple(range(len(self.params))):
             return self
         params, cuts = [self.params[i] for i in chosen], [self.cuts[i] for i in chosen]
         starts = [self.full_offsets[i] for i in chosen]

@@ -64,8 +64,6 @@ class GroupContext:
     transport: Transport
     tag: int  # distinguishes its messages from those of other groups; the same on all ranks
 
-    is_flat = False  # whether the wrapper made it, whose parameters are cut wherever a shard ends
-
     def __post_init__(self) -> None:
         #: The parameters by stored dtype, without those that define how they are gathered.
         self.sections: tuple[Section, ...] = ()
@@ -105,10 +103,11 @@ class GroupContext:
         for section in self.sections:
             for position, index in enumerate(section.members):
                 self.params[index].note_plan(section.plan, position)
-        self.own_sections = self.sections
-        if self.data.shards_replicas:
-            rank, replicas = self.data.shard_rank, self.data.replicate_size
-            self.own_sections = tuple(section.inside(rank, replicas) for section in self.sections)
+        #: Whether all parameters of a section move, whichever are trained, and the padding of the shard too.
+        self.is_flat = self.moves_all = any(section.plan.moves_all for section in self.sections)
+        parts = self.data.shard_rank, self.data.replicate_size
+        again = [section.inside(*parts) for section in self.sections if self.data.shards_replicas]
+        self.own_sections = tuple(again) or self.sections
         self.compute_dtypes = [self.compute_dtype(first) for first, _ in alike]
 
     def plan(self, members: Sequence[int]) -> BufferPlan:
@@ -177,7 +176,7 @@ class GroupContext:
     @property
     def keeps_whole(self) -> bool:
         """Whether large ones among these stay where autograd made them."""
-        return self.adds_whole and not self.is_flat
+        return self.adds_whole and not self.moves_all
 
     @property
     def gradient_buffers(self) -> int:

@@ -112,8 +112,9 @@ class ShardedParameter:
         self.hidden: Any = None
         self._gradient_hooks: tuple[Callable[[torch.Tensor], torch.Tensor | None], ...] = ()
 
-    #: How parameters of this kind are laid out, and to how many elements they are aligned.
-    layout: tuple[str, int] = DEFAULT_LAYOUT
+    layout: tuple[str, int] = DEFAULT_LAYOUT  # of parameters of this kind; and to how many elements they are aligned
+    owns_storage = True  # whether its chunk has a storage of its own, which a DTensor needs
+    has_grad_dtype = True  # whether its gradient has a dtype of its own; otherwise it has that of the computation
     stored_as: torch.dtype | None = None  # those of different ones lie in different sections
     _follows_hooks = False  # whether the leaf calls users' hooks on ``sharded``
 

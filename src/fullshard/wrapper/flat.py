@@ -118,6 +118,8 @@ class Fragment(ShardedParameter):
     """A parameter of which each rank holds one run of elements. ``home`` is the module that shows a flat parameter in
     place of this fragment and others; ``None`` to show the fragment."""
 
+    owns_storage = has_grad_dtype = False
+
     def __init__(
         self,
         param: nn.Parameter,
@@ -340,7 +342,6 @@ class FlatGroup(ParamGroup):
     """A group of fragments, all of one wrapped module."""
 
     params: Sequence[Fragment]
-    is_flat = True
     module_params_class = FlatModuleParameters
 
     def reshard_after_forward(self) -> None:
