@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
 from operator import attrgetter
@@ -68,7 +69,9 @@ def vectors(plans: Sequence[BufferPlan], joined: bool = True) -> tuple[BufferPla
 
 def pieces_alone(plan: BufferPlan, at: int, pitch: int) -> tuple[Piece, ...]:
     """The copies of one whole parameter, alone in its memory, to messages that lie ``pitch`` elements apart."""
-    return tuple(joined(plan.cuts[at].alone.pieces(range(plan.world_size), pitch)))
+    cut, ranks = plan.cuts[at], range(plan.world_size)
+    cut = replace(cut.at([0] * len(ranks)) if cut.is_uniform else cut, start=0, apart=None)
+    return tuple(joined(cut.pieces(ranks, pitch)))
 
 
 def _row(plan: BufferPlan, pitch: int) -> list[tuple[int, int]]:

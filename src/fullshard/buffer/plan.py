@@ -188,6 +188,11 @@ class Cut:
     def share(self, rank: int) -> Share:
         return self.shares[bisect_right(self.shares, rank, key=_first_rank) - 1]
 
+    @property
+    def unit(self) -> int:
+        """The elements of one index along the dim, over all rows."""
+        return self.param.numel // (1 if self.param.dim is None else max(1, self.param.shape[self.param.dim]))
+
     def chunk(self, rank: int) -> tuple[int, int]:
         """The first and the past-the-last index along the dim that ``rank`` has; equal if it has none."""
         ranks, first, length, *_ = self.share(rank)
@@ -204,7 +209,7 @@ class Cut:
         """Whether the parameter is the parts of all ranks end to end, of one size."""
         param = self.param
         is_cut = self.is_uniform and param.dim is not None and math.prod(param.shape[: param.dim]) == 1
-        return is_cut and math.prod(self.chunk_shape(0)) * self.shares[-1].ranks.stop == param.numel
+        return is_cut and self.shares[0].length * self.unit * self.shares[-1].ranks.stop == param.numel
 
     def pieces(self, ranks: range, pitch: int, section: int = 0) -> Iterator[Piece]:
         """What ``ranks`` have, when their shards begin ``pitch`` elements apart: at most one piece for each share."""
@@ -212,8 +217,9 @@ class Cut:
         outer, inner = math.prod(param.shape[:dim]), param.numel if is_kept else math.prod(param.shape[dim + 1 :])
         for share in self.shares[bisect_right(self.shares, ranks.start, key=_first_rank) - 1 :]:
             first, stop = max(share.ranks.start, ranks.start), min(share.ranks.stop, ranks.stop)
-            width = share.length * inner
-            if first < stop and outer * width:
+            if first >= stop:
+                return
+            if outer * (width := share.length * inner):
                 step, row = 0 if is_kept else width, param.numel // outer
                 full = self.start + share.first * inner + (first - share.ranks.start) * step
                 if self.apart is not None:
@@ -224,17 +230,11 @@ class Cut:
 
     def at(self, places: Sequence[int]) -> Cut:
         """The same parts at other places in the shards, one for each rank."""
-        return replace(self, shares=tuple([each._replace(place=places[each.ranks.start]) for each in self.shares]))
+        return replace(self, shares=tuple([Share(*s[:3], places[s.ranks.start], s.message) for s in self.shares]))
 
     def in_messages(self, apart: int) -> Cut:
         """The same parts in a full buffer that has the messages of all ranks."""
         return replace(self, shares=tuple([each._replace(message=each.place) for each in self.shares]), apart=apart)
-
-    @property
-    def alone(self) -> Cut:
-        """The same parts of the parameter alone in a full buffer, and in the shards too if it has one place in all."""
-        cut = self.at([0] * self.shares[-1].ranks.stop) if self.is_uniform else self
-        return replace(cut, start=0, apart=None)
 
 
 @dataclass(frozen=True)
@@ -281,10 +281,8 @@ class BufferPlan:
         return _pieces(self, range(rank, rank + 1), 0, section)
 
     def pieces_of_all(self, pitch: int) -> tuple[Piece, ...]:
-        """What all ranks own of the full buffer, when their shards begin ``pitch`` elements apart.
-
-        A share is one piece: ``torch.chunk`` gives some ranks chunks of equal size, at most one rank a smaller one and
-        the rest none. Parameters of one shape at equal distances, as norms often are, are one piece.
+        """What all ranks own of the full buffer, when their shards begin ``pitch`` elements apart. A share is one piece
+        (``torch.chunk`` makes two shares at most), and so are equal parameters at equal distances, as norms often are.
         """
         return tuple(joined(_pieces(self, range(self.world_size), pitch)))
 
@@ -364,8 +362,7 @@ def make_plan(
     alignment: int = DEFAULT_LAYOUT[1],
     together: bool = False,
 ) -> BufferPlan:
-    """Lay out ``params``, in the order in which they lie, over ``world_size`` ranks, as a function in :data:`LAYOUTS`
-    does.
+    """Lay out ``params``, in the order in which they lie, over ``world_size`` ranks.
 
     Each parameter in the full buffer, and the shard of each rank (*even*), begins on a multiple of ``alignment``, which
     is in elements. Zero-copy ones may be smaller if they move ``together``, in one launch.
@@ -419,11 +416,10 @@ LAYOUTS: dict[str, Callable[[BufferPlan], BufferPlan]] = {"even": even, "flat": 
 
 @lru_cache(maxsize=4096)
 def pack(plan: BufferPlan) -> BufferPlan:
-    """Give the parts of a plan places in the shards. The shard of a single rank is the full buffer, if it has all
-    parameters."""
+    """Give the parts of a plan places in the shards. The shard of a rank that has everything is the full buffer."""
     alignment = math.gcd(CHUNK_ALIGNMENT, plan.alignment) if plan.world_size > 1 else plan.alignment
     ranks, cuts = range(plan.world_size), plan.cuts
-    numels = [math.prod(cut.chunk_shape(0)) for cut in cuts]
+    numels = [cut.shares[0].length * cut.unit for cut in cuts]
     large = [i for i, param in enumerate(plan.params) if param.numel >= plan.least_zero_copy and cuts[i].is_whole]
     zero_copy = [i for i in large if len(ranks) > 1 and numels[i] % plan.alignment == 0]
     own = [i for i, cut in enumerate(cuts) if not cut.is_uniform]
@@ -431,8 +427,8 @@ def pack(plan: BufferPlan) -> BufferPlan:
     fronts, end = _end_to_end((numels[i] for i in packed), alignment)
     places = dict[int, Sequence[int]]()
     if own:
-        chunks = ([math.prod(cuts[i].chunk_shape(rank)) for i in own] for rank in ranks)
-        begins, ends = zip(*(_end_to_end(each, alignment, end) for each in chunks), strict=True)
+        chunks = ([each.length * cuts[i].unit for each in cuts[i].shares for _ in each.ranks] for i in own)
+        begins, ends = zip(*(_end_to_end(each, alignment, end) for each in zip(*chunks, strict=True)), strict=True)
         places, end = dict(zip(own, zip(*begins, strict=True), strict=True)), max(ends)
     backs, shard_numel = _end_to_end((numels[i] for i in zero_copy), plan.alignment, _align(end, plan.alignment))
     places |= {i: [start] * len(ranks) for i, start in zip([*packed, *zero_copy], fronts + backs, strict=True)}

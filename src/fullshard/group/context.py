@@ -103,7 +103,6 @@ class GroupContext:
         for section in self.sections:
             for position, index in enumerate(section.members):
                 self.params[index].note_plan(section.plan, position)
-        #: Whether all parameters of a section move, whichever are trained, and the padding of the shard too.
         self.is_flat = self.moves_all = any(section.plan.moves_all for section in self.sections)
         parts = self.data.shard_rank, self.data.replicate_size
         again = [section.inside(*parts) for section in self.sections if self.data.shards_replicas]
