@@ -265,7 +265,7 @@ MUTATIONS = (
     ),
     Mutation(
         "buffer/plan.py",
-        "return is_cut and self.shares[0].length * self.unit * self.shares[-1].ranks.stop == param.numel",
+        "return is_cut and math.prod(self.chunk_shape(0)) * self.shares[-1].ranks.stop == param.numel",
         "return is_cut",
         "tests/buffer/test_plan.py::test_parameters_whose_chunks_differ_are_not_whole",
     ),

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fullshard.buffer.plan import BufferPlan, Copies, ParamShape, Piece, joined, make_plan
+from fullshard.buffer.plan import BufferPlan, Copies, ParamShape, Piece, make_plan
 from fullshard.buffer.sections import Dtypes, starts, views
 from fullshard.buffer.slots import Lease
 from fullshard.torch_private import chunk_cat, storage_id
@@ -64,14 +64,14 @@ def vectors(plans: Sequence[BufferPlan], joined: bool = True) -> tuple[BufferPla
     numels = [plan.full_numel if joined and plan.is_rank_major else 0 for plan in packed]
     numels += [each.numel * plans[0].world_size for each in zero_copy_in(plans)]
     found = [make_plan([ParamShape("messages", (numel,))], plans[0].world_size) for numel in numels]
-    return tuple(vector if vector.end else plan for vector, plan in zip_longest(found, packed))
+    return tuple(vector if vector.full_numel else plan for vector, plan in zip_longest(found, packed))
 
 
 def pieces_alone(plan: BufferPlan, at: int, pitch: int) -> tuple[Piece, ...]:
     """The copies of one whole parameter, alone in its memory, to messages that lie ``pitch`` elements apart."""
-    cut, ranks = plan.cuts[at], range(plan.world_size)
-    cut = replace(cut.at([0] * len(ranks)) if cut.is_uniform else cut, start=0, apart=None)
-    return tuple(joined(cut.pieces(ranks, pitch)))
+    cut = plan.cuts[at].at([0] * plan.world_size) if plan.cuts[at].is_uniform else plan.cuts[at]
+    alone = replace(plan, params=plan.params[at : at + 1], cuts=(replace(cut, start=0, apart=None),))
+    return alone.pieces_of_all(pitch)
 
 
 def _row(plan: BufferPlan, pitch: int) -> list[tuple[int, int]]:

@@ -188,11 +188,6 @@ class Cut:
     def share(self, rank: int) -> Share:
         return self.shares[bisect_right(self.shares, rank, key=_first_rank) - 1]
 
-    @property
-    def unit(self) -> int:
-        """The elements of one index along the dim, over all rows."""
-        return self.param.numel // (1 if self.param.dim is None else max(1, self.param.shape[self.param.dim]))
-
     def chunk(self, rank: int) -> tuple[int, int]:
         """The first and the past-the-last index along the dim that ``rank`` has; equal if it has none."""
         ranks, first, length, *_ = self.share(rank)
@@ -209,32 +204,11 @@ class Cut:
         """Whether the parameter is the parts of all ranks end to end, of one size."""
         param = self.param
         is_cut = self.is_uniform and param.dim is not None and math.prod(param.shape[: param.dim]) == 1
-        return is_cut and self.shares[0].length * self.unit * self.shares[-1].ranks.stop == param.numel
-
-    def pieces(self, ranks: range, pitch: int, section: int = 0) -> Iterator[Piece]:
-        """What ``ranks`` have, when their shards begin ``pitch`` elements apart: at most one piece for each share."""
-        param, is_kept, dim = self.param, self.param.dim is None, self.param.dim or 0
-        outer, inner = math.prod(param.shape[:dim]), param.numel if is_kept else math.prod(param.shape[dim + 1 :])
-        for share in self.shares[bisect_right(self.shares, ranks.start, key=_first_rank) - 1 :]:
-            first, stop = max(share.ranks.start, ranks.start), min(share.ranks.stop, ranks.stop)
-            if first >= stop:
-                return
-            if outer * (width := share.length * inner):
-                step, row = 0 if is_kept else width, param.numel // outer
-                full = self.start + share.first * inner + (first - share.ranks.start) * step
-                if self.apart is not None:
-                    full, step, row = share.message + first * self.apart, self.apart, width
-                dims = [(stop - first, step, pitch), (outer, row, width), (width, 1, 1)]
-                place = share.place + (first - ranks.start) * pitch
-                yield _piece(dims, full, place, is_kept, section, param.part_of or param.numel)
+        return is_cut and math.prod(self.chunk_shape(0)) * self.shares[-1].ranks.stop == param.numel
 
     def at(self, places: Sequence[int]) -> Cut:
         """The same parts at other places in the shards, one for each rank."""
         return replace(self, shares=tuple([Share(*s[:3], places[s.ranks.start], s.message) for s in self.shares]))
-
-    def in_messages(self, apart: int) -> Cut:
-        """The same parts in a full buffer that has the messages of all ranks."""
-        return replace(self, shares=tuple([each._replace(message=each.place) for each in self.shares]), apart=apart)
 
 
 @dataclass(frozen=True)
@@ -250,15 +224,13 @@ class BufferPlan:
     alignment: int
     least_zero_copy: int  # elements of a parameter from which it is large
     cuts: tuple[Cut, ...] = field(default=(), hash=False)  # of the parameters
+    shard_offsets: tuple[
+        int, ...
+    ] = ()  # where parts begin in every shard; 0 for those with places of their own in each
     #: How all elements are cut as one vector, if they move as one and no parameter can be left out.
     whole: Cut | None = field(default=None, hash=False)
     zero_copy: tuple[int, ...] = ()  # the zero-copy parameters, in the order of shards, where they come last
     is_messages: bool = False  # whether the full buffer has the shards of all ranks end to end, but what is zero-copy
-
-    @property
-    def shard_offsets(self) -> tuple[int, ...]:
-        """Where each parameter begins in every shard; 0 for those with places of their own in each."""
-        return tuple([cut.shares[0].place if cut.is_uniform else 0 for cut in self.cuts])
 
     @property
     def moves_all(self) -> bool:
@@ -284,7 +256,7 @@ class BufferPlan:
         """What all ranks own of the full buffer, when their shards begin ``pitch`` elements apart. A share is one piece
         (``torch.chunk`` makes two shares at most), and so are equal parameters at equal distances, as norms often are.
         """
-        return tuple(joined(_pieces(self, range(self.world_size), pitch)))
+        return tuple(_joined(_pieces(self, range(self.world_size), pitch)))
 
     @property
     def is_rank_major(self) -> bool:
@@ -304,16 +276,18 @@ class BufferPlan:
         small = self.select(i for i in range(len(self.params)) if i not in large)
         starts = iter(small.shard_offsets)
         offsets = tuple(0 if i in large else next(starts) for i in range(len(self.params)))
-        cuts = [cut.at((start,)).in_messages(0) for cut, start in zip(self.cuts, offsets, strict=True)]
-        plan = replace(self, full_numel=small.shard_numel, cuts=tuple(cuts))
-        return replace(plan, full_offsets=offsets, zero_copy=large, is_messages=True)
+        cuts = [replace(cut.at((start,)), start=start) for cut, start in zip(self.cuts, offsets, strict=True)]
+        plan = replace(self, full_offsets=offsets, shard_offsets=offsets, full_numel=small.shard_numel)
+        return replace(plan, cuts=tuple(cuts), zero_copy=large, is_messages=True)
 
     @property
     def messages(self) -> BufferPlan:
         """The same parts, for a full buffer that has the messages of all ranks."""
         numel = self.packed.shard_numel
         plan = replace(self, full_offsets=self.shard_offsets, full_numel=self.world_size * numel, is_messages=True)
-        return replace(plan, cuts=tuple([cut.in_messages(numel) for cut in self.cuts]))
+        shares = [tuple([each._replace(message=each.place) for each in cut.shares]) for cut in self.cuts]
+        both = zip(self.cuts, shares, strict=True)
+        return replace(plan, cuts=tuple([replace(cut, shares=each, apart=numel) for cut, each in both]))
 
     def locate_chunk(self, index: int, rank: int) -> tuple[int, tuple[int, ...]]:
         """Where in its shard ``rank`` holds its part of parameter ``index``, and the shape of that part."""
@@ -348,7 +322,7 @@ class BufferPlan:
         """The plan of some of the parameters: cut as here, at the same place in the full buffer, in another shard. What
         moves as one is the plan itself, which cannot leave any out."""
         chosen = tuple(indices)
-        if self.moves_all or chosen == tuple(range(len(self.params))):
+        if self.whole is not None or chosen == tuple(range(len(self.params))):
             return self
         params, cuts = [self.params[i] for i in chosen], [self.cuts[i] for i in chosen]
         starts = [self.full_offsets[i] for i in chosen]
@@ -419,7 +393,7 @@ def pack(plan: BufferPlan) -> BufferPlan:
     """Give the parts of a plan places in the shards. The shard of a rank that has everything is the full buffer."""
     alignment = math.gcd(CHUNK_ALIGNMENT, plan.alignment) if plan.world_size > 1 else plan.alignment
     ranks, cuts = range(plan.world_size), plan.cuts
-    numels = [cut.shares[0].length * cut.unit for cut in cuts]
+    numels = [math.prod(cut.chunk_shape(0)) for cut in cuts]
     large = [i for i, param in enumerate(plan.params) if param.numel >= plan.least_zero_copy and cuts[i].is_whole]
     zero_copy = [i for i in large if len(ranks) > 1 and numels[i] % plan.alignment == 0]
     own = [i for i, cut in enumerate(cuts) if not cut.is_uniform]
@@ -427,14 +401,17 @@ def pack(plan: BufferPlan) -> BufferPlan:
     fronts, end = _end_to_end((numels[i] for i in packed), alignment)
     places = dict[int, Sequence[int]]()
     if own:
-        chunks = ([each.length * cuts[i].unit for each in cuts[i].shares for _ in each.ranks] for i in own)
+        rows = {i: cuts[i].param.numel // (cuts[i].param.shape[cuts[i].param.dim or 0] or 1) for i in own}
+        chunks = ([each.length * rows[i] for each in cuts[i].shares for _ in each.ranks] for i in own)
         begins, ends = zip(*(_end_to_end(each, alignment, end) for each in zip(*chunks, strict=True)), strict=True)
         places, end = dict(zip(own, zip(*begins, strict=True), strict=True)), max(ends)
     backs, shard_numel = _end_to_end((numels[i] for i in zero_copy), plan.alignment, _align(end, plan.alignment))
-    places |= {i: [start] * len(ranks) for i, start in zip([*packed, *zero_copy], fronts + backs, strict=True)}
+    starts = dict(zip([*packed, *zero_copy], fronts + backs, strict=True))
+    places |= {i: [start] * len(ranks) for i, start in starts.items()}
     return replace(
         plan,
         cuts=tuple([cut.at(places[i]) for i, cut in enumerate(cuts)]),
+        shard_offsets=tuple([starts.get(i, 0) for i in range(len(cuts))]),
         shard_numel=shard_numel,  # aligned, so that the next rank's begins on a boundary too
         zero_copy=tuple(zero_copy),
     )
@@ -452,12 +429,27 @@ def _align(numel: int, alignment: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _pieces(plan: BufferPlan, ranks: range, pitch: int, section: int = 0) -> tuple[Piece, ...]:
-    """What ``ranks`` own, when their shards begin ``pitch`` elements apart."""
-    cuts = plan.cuts if plan.whole is None else (plan.whole,)
-    return tuple([piece for cut in cuts for piece in cut.pieces(ranks, pitch, section)])
+    """What ``ranks`` own, when their shards begin ``pitch`` elements apart: at most one piece for each share."""
+    pieces = list[Piece]()
+    for cut in plan.cuts if plan.whole is None else (plan.whole,):
+        param, is_kept, dim = cut.param, cut.param.dim is None, cut.param.dim or 0
+        outer, inner = math.prod(param.shape[:dim]), param.numel if is_kept else math.prod(param.shape[dim + 1 :])
+        for share in cut.shares[bisect_right(cut.shares, ranks.start, key=_first_rank) - 1 :]:
+            first, stop = max(share.ranks.start, ranks.start), min(share.ranks.stop, ranks.stop)
+            if first >= stop:
+                break
+            if outer * (width := share.length * inner):
+                step, row = 0 if is_kept else width, param.numel // outer
+                full = cut.start + share.first * inner + (first - share.ranks.start) * step
+                if cut.apart is not None:
+                    full, step, row = share.message + first * cut.apart, cut.apart, width
+                dims = [(stop - first, step, pitch), (outer, row, width), (width, 1, 1)]
+                place = share.place + (first - ranks.start) * pitch
+                pieces.append(_piece(dims, full, place, is_kept, section, param.part_of or param.numel))
+    return tuple(pieces)
 
 
-def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Joins pieces of one form at equal distances."""
     forms: dict[Piece, list[Piece]] = {}
     for piece in pieces:
