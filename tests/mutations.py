@@ -127,14 +127,14 @@ MUTATIONS = (
     # where parameters lie
     Mutation(
         "buffer/plan.py",
-        "step = -(-size // world_size)",
-        "step = max(1, size // world_size)",
+        "length = -(-size // ranks)",
+        "length = max(1, size // ranks)",
         "tests/buffer/test_plan.py::test_chunks_are_those_of_torch",
     ),
     Mutation(
         "buffer/plan.py",
-        "min((rank + 1) * step, size)",
-        "(rank + 1) * step",
+        "(length, rest, 0)",
+        "(length, length, 0)",
         "tests/buffer/test_plan.py::test_chunks_are_those_of_torch",
     ),
     Mutation(
@@ -151,14 +151,14 @@ MUTATIONS = (
     ),
     Mutation(
         "buffer/plan.py",
-        "begin = self.full_offsets[index] + start - rank",
-        "begin = self.full_offsets[index] - rank",
+        "place = start + first - rank",
+        "place = start - rank",
         "tests/buffer/test_plan.py::test_a_part_lies_in_its_place_in_the_shard",
     ),
     Mutation(
         "buffer/plan.py",
-        "max(start + self.shard_numel, 0)",
-        "start + self.shard_numel",
+        "(min(max(edge - start, 0), numel)",
+        "(min(edge - start, numel)",
         "tests/buffer/test_plan.py::test_fragments_of_flat_are_what_the_pieces_say",
     ),
     Mutation(
@@ -187,8 +187,8 @@ MUTATIONS = (
     ),
     Mutation(
         "buffer/plan.py",
-        "dims = [(stop - first, step, pitch), (outer, row, numel)",
-        "dims = [(stop - first, step, pitch), (outer, numel, numel)",
+        "dims = [(stop - first, step, pitch), (outer, row, width)",
+        "dims = [(stop - first, step, pitch), (outer, width, width)",
         "tests/buffer/test_plan.py::test_every_element_of_a_parameter_has_one_owner",
     ),
     Mutation(
@@ -265,7 +265,7 @@ MUTATIONS = (
     ),
     Mutation(
         "buffer/plan.py",
-        "return is_cut and chunk * self.world_size == param.numel",
+        "return is_cut and math.prod(self.chunk_shape(0)) * self.shares[-1].ranks.stop == param.numel",
         "return is_cut",
         "tests/buffer/test_plan.py::test_parameters_whose_chunks_differ_are_not_whole",
     ),
@@ -1062,9 +1062,9 @@ MUTATIONS = (
         "tests/test_ragged.py::test_norms_and_clipping_are_those_of_the_whole",
     ),
     Mutation(
-        "group/parameter.py",
-        "count = max(1, self.shape[0] // rows)",
-        "count = -(-self.shape[0] // rows)",
+        "ragged.py",
+        "counts = [max(1, each.shape[0] // size)",
+        "counts = [-(-each.shape[0] // size)",
         "tests/optim/test_blocks.py::test_quantized_state_is_that_of_the_whole",
     ),
     Mutation(

@@ -34,10 +34,10 @@ from fullshard.policies import (
     Comm,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
-    Ragged,
     ReduceScatter,
     ShardPlacementResult,
 )
+from fullshard.ragged import Ragged
 from fullshard.skip_module import skip_module
 from fullshard.watch import watch as _watch  # noqa: F401
 from fullshard.wire_policy import WirePolicy

@@ -124,7 +124,7 @@ def summon_full_params(
                 full = FullParameters(group, whole if shown else {})
                 summoned.callback(full.close)
                 # Unsharded flat parameters always keep what is written, as torch's wrapper does.
-                if writeback or (group.is_flat and group.data.shard_group is None):
+                if writeback or (unit.is_wrapper and group.data.shard_group is None):
                     kept.append(full)
         yield
         for full in kept:
@@ -199,7 +199,7 @@ def _whole(group: ParamGroup, offload_to_cpu: bool, with_grads: bool) -> dict[in
 def _gather_extension(param: ShardedParameter, part: torch.Tensor | None) -> torch.Tensor:
     """Gather a parameter that defines its own gather, as plain values."""
     group, dim = param.data.shard_group, param.dim or 0
-    plain = torch.zeros(param.chunk_shape(0), dtype=param.dtype, device=param.local.device)
+    plain = torch.zeros(param.cut.chunk_shape(0), dtype=param.dtype, device=param.local.device)
     if part is not None:
         plain.narrow(dim, 0, part.shape[dim]).copy_(part)
     if group is None:

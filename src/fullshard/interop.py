@@ -115,8 +115,8 @@ def _clip(
     own."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]  # it may be a generator
     for param in parameters:
-        group, _ = owner_of(param) or (None, 0)
-        if group is not None and group.is_flat and group.data.shard_group is not None:
+        group, index = owner_of(param) or (None, 0)
+        if group is not None and group.params[index].run is not None and group.data.shard_group is not None:
             warn(
                 "clip_grad_norm_ of torch.nn.utils was given parameters of a FullyShardedDataParallel, of which each "
                 "rank has only a part: each rank computes a different norm and scales its gradients differently. Call "

@@ -71,17 +71,17 @@ def _refuse_outside(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs
     if not given or any(isinstance(each, DTensor) for each in given):
         return
     for _, group, _ in _sharded(unit, module):
-        is_whole = group.is_flat and group.data.shard_group is None
+        is_whole = unit.is_wrapper and group.data.shard_group is None
         if is_whole or group.summoned is not None:
             continue
         top = unit.modules if unit.schedule is None else unit.schedule.root.modules
         names = {inner: plain_name(path) for each in top for path, inner in each.named_modules()}
         where = names.get(module, "")  # not the parameter's name: it may be tied to a different module
-        method = "" if group.is_flat else "for another method, call register_fsdp_forward_method(model, 'name') first; "
+        method = "for another method, call register_fsdp_forward_method(model, 'name') first; "
         raise RuntimeError(
             f"'{where}' ({type(module).__name__}) was called outside the forward of {unit!r}, where its parameters are "
-            f"sharded. Call {unit!r} itself: model(...), and not model.forward(...) or a part of it; {method}or gather "
-            f"the parameters with summon_full_params(model)"
+            f"sharded. Call {unit!r} itself: model(...), and not model.forward(...) or a part of it; "
+            f"{'' if unit.is_wrapper else method}or gather the parameters with summon_full_params(model)"
         )
 
 

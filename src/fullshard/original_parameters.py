@@ -81,8 +81,8 @@ def shown_parameters(
     return shown
 
 
-def is_flat(param: object) -> bool:
-    """Whether a parameter is this rank's shard of several parameters laid end to end."""
+def holds_several(param: object) -> bool:
+    """Whether a parameter is this rank's shard of several original parameters, which lie end to end."""
     return getattr(param, "_is_flat_param", False)
 
 

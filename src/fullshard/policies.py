@@ -10,26 +10,25 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-import math
 import os
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Shard
 
 #: The names that :mod:`fullshard` exports.
-__all__ = ["AllGather", "Comm", "DataParallelMeshDims", "MixedPrecisionPolicy", "Ragged", "ReduceScatter"]
+__all__ = ["AllGather", "Comm", "DataParallelMeshDims", "MixedPrecisionPolicy", "ReduceScatter"]
 __all__ += ["ShardPlacementResult"]
 
 S = TypeVar("S")
@@ -231,59 +230,44 @@ class InvalidShardPlacement(TypeError, ValueError):
     """A ``shard_placement_fn`` did not return a placement. It is a ValueError too, because PyTorch raises that."""
 
 
-@dataclass(frozen=True)
-class Ragged:
-    """Cuts a parameter only between blocks: what a ``shard_placement_fn`` may return.
+class Placed(Protocol):
+    """A parameter as placements see it."""
 
-    Each rank gets a run of whole rows, perhaps none, such that no block is on two ranks and the ranks have nearly the
-    same numbers of bytes. So optimizers that quantize by blocks, or need whole matrices, compute on shards what they
-    compute on the whole::
+    placement: Any  # the :class:`RowPlacement` that ``shard_placement_fn`` returned for it, if it is one
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    is_sharded: bool
 
-        fully_shard(model, shard_placement_fn=lambda param: Ragged(block=4096))  # torchao's 8-bit Adam
-        fully_shard(model, shard_placement_fn=lambda param: Ragged() if param.ndim == 2 else None)  # Muon
+    def cut_at(self, cuts: tuple[int, ...]) -> None: ...
 
-    The idea is RaggedShard of veScale (https://github.com/volcengine/veScale). Without arguments the block is the whole
-    parameter. Elements that are left over belong to the last block.
 
-    Args:
-        block: elements of a block, counted through the rows.
-        rows: rows (indices along the first dim) of a block.
-        tile: rows and columns of a block; columns are never cut.
+class RowPlacement(ABC):
+    """What a ``shard_placement_fn`` may return that says itself which rows each rank has, as :class:`Ragged` does.
 
-    Raises:
-        TypeError: a size is not an ``int``.
-        ValueError: a size is below 1, or there are several. From ``fully_shard``, naming the parameter: ``tile`` for a
-            parameter of less than two dims, or a parameter that is distributed by tensor parallelism or defines its
-            own gather.
-
-    Ranks: each for itself, alike, which is checked when a module is sharded.
+    Ranks: each for itself, alike, which is checked by its ``repr`` when a module is sharded.
     """
 
-    block: int | None = None
-    rows: int | None = None
-    tile: tuple[int, int] | None = None
+    @staticmethod
+    @abstractmethod
+    def cut(params: Sequence[Placed], ranks: int, turn: int) -> list[tuple[int, ...]]:
+        """Where the rows of each rank begin in each parameter, and how many rows it has. ``params`` are those of a
+        group with this class of placement; ``turn`` is a number below ``ranks`` that differs from group to group."""
 
-    def __post_init__(self) -> None:
-        given = {name: size for name, size in vars(self).items() if size is not None}
-        for name, size in given.items():
-            sizes = size if name == "tile" and isinstance(size, tuple) and len(size) == 2 else (size,)
-            what = "two numbers" if name == "tile" else "a number"
-            is_number = len(sizes) == 1 + (name == "tile") and all(type(each) is int for each in sizes)
-            expect(is_number, f"Ragged.{name}", size, f"{what} of at least 1")
-            expect(min(sizes) > 0, f"Ragged.{name}", size, f"{what} of at least 1", ValueError)
-        if len(given) > 1:
-            raise ValueError(f"Ragged was given {' and '.join(given)}: give one of block, rows and tile, or none")
+    @abstractmethod
+    def placement(self, cuts: tuple[int, ...], name: str) -> Placement:
+        """The placement of a DTensor that is cut there."""
 
-    def block_rows(self, shape: Sequence[int], name: str) -> int:
-        """The rows of a block of a parameter, at least 1. Raises ValueError, with its name, if it has no tiles."""
-        if self.tile is not None and len(shape) < 2:
-            raise ValueError(
-                f"shard_placement_fn returned {self} for parameter '{name}' of shape {tuple(shape)}, which has no "
-                f"columns: return Ragged(rows=...), or None"
-            )
-        if self.block is not None:
-            return self.block // math.gcd(self.block, math.prod(shape[1:]))
-        return self.rows or (self.tile[0] if self.tile is not None else max(1, shape[0]))
+
+def place_rows(params: Iterable[Placed], ranks: int, turn: int) -> None:
+    """Cut parameters as their placements say. What was sharded already stays as it was cut then."""
+    found: dict[type[RowPlacement], list[Placed]] = {}
+    for param in params:
+        if param.placement is not None and not param.is_sharded:
+            found.setdefault(type(param.placement), []).append(param)
+    for kind, alike in found.items():
+        for param, cuts in zip(alike, kind.cut(alike, ranks, turn), strict=True):
+            param.cut_at(cuts)
 
 
 @dataclass(frozen=True)
@@ -310,11 +294,11 @@ class ShardPlacementResult:
     Ranks: each for itself, alike.
     """
 
-    placement: Shard | Ragged | None = None
+    placement: Shard | RowPlacement | None = None
     mesh: Any = None
 
     def __post_init__(self) -> None:
-        is_placement = self.placement is None or isinstance(self.placement, (Shard, Ragged))
+        is_placement = self.placement is None or isinstance(self.placement, (Shard, RowPlacement))
         what = "a torch Shard(dim), a Ragged or None"
         expect(is_placement, "ShardPlacementResult.placement", self.placement, what, InvalidShardPlacement)
         _ = self.device_mesh  # so that a mesh that does not fit raises its error here, not at first use
@@ -364,7 +348,7 @@ def as_shard_placement(result: object) -> ShardPlacementResult:
     """Convert what a ``shard_placement_fn`` returned. Raises InvalidShardPlacement if it is no placement."""
     if isinstance(result, ShardPlacementResult):
         return result
-    if result is None or isinstance(result, (Shard, Ragged)):
+    if result is None or isinstance(result, (Shard, RowPlacement)):
         return ShardPlacementResult(result)
     if is_foreign(result, "ShardPlacementResult", "placement", "mesh_info"):
         return ShardPlacementResult(result.placement, result.mesh_info)  # type: ignore[attr-defined]

@@ -1,9 +1,10 @@
-"""The placement of a DTensor whose rows are cut between blocks, so that ranks have uneven numbers of them.
+"""The layout *ragged*: rows are cut only between blocks, so that ranks have uneven numbers of them.
 
-:class:`RaggedShard` answers the questions by which torch redistributes and saves a DTensor. Torch's rules for operators
-take every shard along a dim for one that ``torch.chunk`` cut, and would compute with wrong sizes. So this file also
-replaces these rules for ragged DTensors: element by element, operators run on the local tensors; those that need no
-sizes follow torch's rule; all others raise an error. It knows no groups.
+:class:`Ragged` asks for it, and :func:`balance` gives the blocks to ranks. The placement :class:`RaggedShard` answers
+the questions by which torch redistributes and saves a DTensor. Torch's rules for operators take every shard along a dim
+for one that ``torch.chunk`` cut, and would compute with wrong sizes. So this file also replaces these rules for ragged
+DTensors: element by element, operators run on the local tensors; those that need no sizes follow torch's rule; all
+others raise an error. It knows no groups.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise, repeat
+from itertools import accumulate, pairwise, repeat
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from fullshard import torch_private as private
 from fullshard import torch_rules as rules
 from fullshard.comm.process_group import StartedAllGather
 from fullshard.comm.waits import Wait
+from fullshard.policies import Placed, RowPlacement, expect
 
 #: Operators that compute element by element, or copy, and lack torch's tag for it.
 _ELEMENTWISE = {"detach", "alias", "clone", "copy_", "_to_copy", "zero_", "fill_", "lerp", "lerp_"}
@@ -40,6 +43,106 @@ _OF_LISTS = ("_foreach_", "_fused_")
 _REDUCTIONS = {"sum", "any", "all"}
 #: The same of these, unless their order is infinite or negative: then every rank needs a part.
 _NORMS = {"_foreach_norm", "_foreach_powsum", "linalg_vector_norm"}
+
+
+@dataclass(frozen=True)
+class Ragged(RowPlacement):
+    """Cuts a parameter only between blocks: what a ``shard_placement_fn`` may return.
+
+    Each rank gets a run of whole rows, perhaps none, such that no block is on two ranks and the ranks have nearly the
+    same numbers of bytes. So optimizers that quantize by blocks, or need whole matrices, compute on shards what they
+    compute on the whole::
+
+        fully_shard(model, shard_placement_fn=lambda param: Ragged(block=4096))  # torchao's 8-bit Adam
+        fully_shard(model, shard_placement_fn=lambda param: Ragged() if param.ndim == 2 else None)  # Muon
+
+    The idea is RaggedShard of veScale (https://github.com/volcengine/veScale). Without arguments the block is the whole
+    parameter. Elements that are left over belong to the last block.
+
+    Args:
+        block: elements of a block, counted through the rows.
+        rows: rows (indices along the first dim) of a block.
+        tile: rows and columns of a block; columns are never cut.
+
+    Raises:
+        TypeError: a size is not an ``int``.
+        ValueError: a size is below 1, or there are several. From ``fully_shard``, naming the parameter: ``tile`` for a
+            parameter of less than two dims, or a parameter that is distributed by tensor parallelism or defines its
+            own gather.
+
+    Ranks: each for itself, alike, which is checked when a module is sharded.
+    """
+
+    block: int | None = None
+    rows: int | None = None
+    tile: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: size for name, size in vars(self).items() if size is not None}
+        for name, size in given.items():
+            sizes = size if name == "tile" and isinstance(size, tuple) and len(size) == 2 else (size,)
+            what = "two numbers" if name == "tile" else "a number"
+            is_number = len(sizes) == 1 + (name == "tile") and all(type(each) is int for each in sizes)
+            expect(is_number, f"Ragged.{name}", size, f"{what} of at least 1")
+            expect(min(sizes) > 0, f"Ragged.{name}", size, f"{what} of at least 1", ValueError)
+        if len(given) > 1:
+            raise ValueError(f"Ragged was given {' and '.join(given)}: give one of block, rows and tile, or none")
+
+    def block_rows(self, shape: Sequence[int], name: str) -> int:
+        """The rows of a block of a parameter, at least 1. Raises ValueError, with its name, if it has no tiles."""
+        if self.tile is not None and len(shape) < 2:
+            raise ValueError(
+                f"shard_placement_fn returned {self} for parameter '{name}' of shape {tuple(shape)}, which has no "
+                f"columns: return Ragged(rows=...), or None"
+            )
+        if self.block is not None:
+            return self.block // math.gcd(self.block, math.prod(shape[1:]))
+        return self.rows or (self.tile[0] if self.tile is not None else max(1, shape[0]))
+
+    @staticmethod
+    def cut(params: Sequence[Placed], ranks: int, turn: int) -> list[tuple[int, ...]]:
+        rows = [each.placement.block_rows(each.shape, each.name) for each in params]
+        counts = [max(1, each.shape[0] // size) for each, size in zip(params, rows, strict=True)]
+        nbytes = [each.shape.numel() * each.dtype.itemsize for each in params]
+        found = balance([(n, all_of // n) for n, all_of in zip(counts, nbytes, strict=True)], ranks, turn)
+        return [
+            tuple(each.shape[0] if number == numbers[-1] else number * size for number in numbers)
+            for each, size, numbers in zip(params, rows, found, strict=True)
+        ]
+
+    def placement(self, cuts: tuple[int, ...], name: str) -> RaggedShard:
+        return RaggedShard(0, cuts, name)
+
+
+def balance(blocks: Sequence[tuple[int, int]], world_size: int, first: int = 0) -> list[tuple[int, ...]]:
+    """Give the blocks of parameters to ranks so that these have nearly the same numbers of bytes.
+
+    The parameters with the largest blocks are first, and each block goes to the rank that has least so far. So no rank
+    has more than the mean by a block. Among equal ranks, ``first`` is the first.
+
+    Args:
+        blocks: of each parameter the number of blocks, and the bytes of one.
+
+    Returns:
+        of each parameter, the numbers of the blocks at which the part of each rank begins, and where the last ends.
+    """
+    cuts: list[tuple[int, ...]] = [()] * len(blocks)
+    loads, turns = [0] * world_size, [(first + turn) % world_size for turn in range(world_size)]
+    for index in sorted(range(len(blocks)), key=lambda index: -blocks[index][1]):
+        count, nbytes = blocks[index]
+        level, above = 0, max(loads) + (count + 1) * max(nbytes, 1)  # every rank is filled up to a level
+        while above - level > 1:
+            middle = (level + above) // 2
+            fits = sum(max(0, middle - load) // max(nbytes, 1) for load in loads) <= count
+            level, above = (middle, above) if fits else (level, middle)
+        counts = [max(0, level - load) // max(nbytes, 1) for load in loads]
+        loads = [load + number * nbytes for load, number in zip(loads, counts, strict=True)]
+        for _ in range(count - sum(counts)):
+            least = min(turns, key=loads.__getitem__)
+            counts[least] += 1
+            loads[least] += nbytes
+        cuts[index] = tuple(accumulate(counts, initial=0))
+    return cuts
 
 
 class RaggedShard(Shard):

@@ -103,9 +103,8 @@ def _skip(module: nn.Module, token: torch.Tensor) -> torch.Tensor:
         token = _skip(child, token)
     params = [param for param in module._parameters.values() if param is not None]
     if unit is not None:  # a flat parameter hides the others
-        params += [
-            p.unsharded for group in unit.groups if group.is_flat for p in group.params if p.unsharded is not None
-        ]
+        hidden = [param for group in unit.groups for param in group.params if param.hidden is not None]
+        params += [param.unsharded for param in hidden if param.unsharded is not None]
     trained = {id(param): param for param in params if param.requires_grad}
     if trained:
         token = _Zeros.apply(token, *trained.values())  # type: ignore[no-untyped-call]

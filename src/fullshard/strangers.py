@@ -69,7 +69,7 @@ def _replicated(modules: Iterable[nn.Module]) -> set[int]:
 def explain_strangers(model: nn.Module, names: Sequence[str]) -> tuple[str, str]:
     """Two sentences about strangers of a model: the problem, and what to do."""
     cls = type(model).__name__
-    is_wrapped = any(group.is_flat for unit in units_in(model) for group in unit.groups)
+    is_wrapped = any(unit.is_wrapper for unit in units_in(model))
     call = (
         f"Wrap this {cls} too, FullyShardedDataParallel(model),"
         if is_wrapped

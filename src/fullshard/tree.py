@@ -183,8 +183,8 @@ def _flat_tensors(tree: Any) -> tuple[Tensor, ...] | None:
         return None
     if len(tree) == 1:
         return tree if isinstance(tree[0], Tensor) else None
-    is_flat = _PLAIN_TENSORS.issuperset(map(type, tree)) and len(set(map(id, tree))) == len(tree)
-    return tree if is_flat else None
+    is_list = _PLAIN_TENSORS.issuperset(map(type, tree)) and len(set(map(id, tree))) == len(tree)
+    return tree if is_list else None
 
 
 class _ContainerKind(NamedTuple):

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.buffer.plan import BufferPlan, ParamShape, balance, make_plan
+from fullshard.buffer.plan import BufferPlan, ParamShape, make_plan
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.transport import Reduction, StillRead, Transfer, Transport
 from fullshard.device import Pending
+from fullshard.ragged import balance
 
 Shape = tuple[tuple[int, ...], int | None]
 """The shape of a parameter, and the dim along which it is cut."""
@@ -136,7 +137,7 @@ def cut(plan: BufferPlan, values: Sequence[Tensor], rank: int) -> list[tuple[int
     for i, (value, param, offset) in enumerate(zip(values, plan.params, plan.shard_offsets, strict=True)):
         if param.dim is not None and param.cuts is not None:
             value = value.narrow(param.dim, param.cuts[rank], param.cuts[rank + 1] - param.cuts[rank])
-            offset = plan.ragged_offsets[i][rank]
+            offset = plan.cuts[i].share(rank).place
         elif param.dim is not None:
             parts = value.chunk(plan.world_size, param.dim)
             value = parts[rank] if rank < len(parts) else value.flatten()[:0]

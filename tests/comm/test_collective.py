@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard import torch_private
-from fullshard.buffer.plan import LayoutName
 from fullshard.buffer.slots import SHARED
 from fullshard.comm import collective
 from fullshard.comm.backends import BACKENDS
@@ -26,6 +25,7 @@ from tests.comm.cases import (
     ODD,
     ZERO_COPY,
     Case,
+    LayoutName,
     Section,
     assert_gathered,
     assert_reduced,

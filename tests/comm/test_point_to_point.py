@@ -176,7 +176,7 @@ def test_terms_are_added_in_the_order_of_ranks(world: World, shapes: tuple[tuple
         for total, value in zip(totals, case.values(rank)[0], strict=True):
             total += value
     for i, offset in enumerate(transfer.plan.full_offsets):
-        first, last = transfer.plan.fragment(i, world.rank)
+        first, last = transfer.plan.cuts[i].chunk(world.rank)
         start = offset + first - world.rank * transfer.plan.shard_numel
         assert torch.equal(transfer.shard[start : start + last - first], totals[i].flatten()[first:last])
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.buffer.plan import BufferPlan, LayoutName, ParamShape, Piece, make_plan
+from fullshard.buffer.plan import BufferPlan, ParamShape, Piece, make_plan
 from fullshard.comm.rounds import Direction, Round, Staged, plan_rounds
 
 LARGE = 64 * 1024
@@ -32,7 +32,7 @@ def params(draw: st.DrawFn) -> ParamShape:
 @st.composite
 def sections(draw: st.DrawFn) -> tuple[tuple[BufferPlan, ...], tuple[int, ...]]:
     world_size = draw(st.integers(1, 6))
-    layout: LayoutName = draw(st.sampled_from(["even", "flat"]))
+    layout = draw(st.sampled_from(["even", "flat"]))
     groups = draw(st.lists(st.lists(params(), max_size=5), min_size=1, max_size=3))
     plans = tuple(make_plan(group, world_size, layout) for group in groups)
     return plans, tuple(draw(ITEMSIZES) for _ in plans)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.buffer.messages import pieces_alone
-from fullshard.buffer.plan import LayoutName
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.shm import ShmTransport
@@ -25,6 +24,7 @@ from tests.comm.cases import (
     WIDE,
     ZERO_COPY,
     Case,
+    LayoutName,
     Section,
     Shapes,
     assert_gathered,

@@ -64,20 +64,21 @@ def vectors(plans: Sequence[BufferPlan], joined: bool = True) -> tuple[BufferPla
     numels = [plan.full_numel if joined and plan.is_rank_major else 0 for plan in packed]
     numels += [each.numel * plans[0].world_size for each in zero_copy_in(plans)]
     found = [make_plan([ParamShape("messages", (numel,))], plans[0].world_size) for numel in numels]
-    return tuple(vector if vector.end else plan for vector, plan in zip_longest(found, packed))
+    return tuple(vector if vector.full_numel else plan for vector, plan in zip_longest(found, packed))
 
 
 def pieces_alone(plan: BufferPlan, at: int, pitch: int) -> tuple[Piece, ...]:
     """The copies of one whole parameter, alone in its memory, to messages that lie ``pitch`` elements apart."""
-    alone = make_plan([plan.params[at]], plan.world_size, "even", plan.alignment)
-    return replace(alone, ragged_offsets=plan.ragged_offsets[at : at + 1]).pieces_of_all(pitch)
+    cut = plan.cuts[at].at([0] * plan.world_size) if plan.cuts[at].is_uniform else plan.cuts[at]
+    alone = replace(plan, params=plan.params[at : at + 1], cuts=(replace(cut, start=0, apart=None),))
+    return alone.pieces_of_all(pitch)
 
 
 def _row(plan: BufferPlan, pitch: int) -> list[tuple[int, int]]:
     """The message of one section: the position of each parameter in it, -1 for a gap, and their elements."""
     row, end = list[tuple[int, int]](), 0
-    for at, (param, start) in enumerate(zip(plan.params, plan.shard_offsets, strict=True)):
-        numel = math.prod(param.chunk_shape(0, plan.world_size))
+    for at, start in enumerate(plan.shard_offsets):
+        numel = math.prod(plan.cuts[at].chunk_shape(0))
         if numel and at not in plan.zero_copy:
             row += [(-1, start - end)] * (end < start) + [(at, numel)]
             end = start + numel
@@ -157,7 +158,7 @@ class Messages:
     def _is_rows(self) -> bool:
         """Whether the messages have one section, in which every parameter is the chunks of all ranks end to end."""
         plan = self._plans[0]
-        return len(self._plans) == 1 and plan.layout == "even" and all(map(plan.is_whole, plan.params))
+        return len(self._plans) == 1 and all(cut.is_whole for cut in plan.cuts)
 
     def join(self, messages: torch.Tensor, full: torch.Tensor) -> Callable[[], object] | None:
         """One operation that copies a full buffer to the messages of all ranks; ``None`` unless they are rows."""

@@ -1,8 +1,10 @@
 """Where the parameters of a group lie, and which part of them each rank owns.
 
-A :class:`Plan` knows shapes and a number of ranks, no memory, no dtype and no process group. It maps parameters, in
-elements, to the *full buffer* that every rank sees while a group is gathered and to the *shard* that each rank keeps.
-Together these are a list of strided copies, each a :class:`Piece`. Two layouts cut the full buffer::
+A :class:`BufferPlan` knows shapes and a number of ranks, no memory, no dtype and no process group. It maps parameters,
+in elements, to the *full buffer* that every rank sees while a group is gathered and to the *shard* that each rank
+keeps. A *layout* is a function that gives each parameter a :class:`Cut`: for each rank the first and the past-the-last
+index that it has, and the place of this part in its shard. All else follows from the cuts: what moves, for example, is
+a list of strided copies, each a :class:`Piece`. Two layouts cut the full buffer::
 
     three parameters a (4 rows), b (3 rows), c (2 rows) over two ranks; '.' is padding, digits name the owner
 
@@ -10,7 +12,7 @@ Together these are a list of strided copies, each a :class:`Piece`. Two layouts 
 
     even           0 0 1 1 | 0 0 1 . | 0 1 .        one piece for each parameter: its chunk, as torch.chunk cuts
     shard of 0     a0 a1 | b0 b1 | c0
-    shard of 1     a2 a3 | b2 .. | c1               every rank has the same offsets, those of rank 0, the largest
+    shard of 1     a2 a3 | b2 .. | c1               a part begins at the same place in all shards
 
     flat           0 0 0 0   0 1 1     1 1          one piece for each rank, wherever it falls
     shard of 0     a0 a1 a2 a3 b0
@@ -20,8 +22,8 @@ If b has rows of 5 elements, it takes 10 in each shard (12 with the alignment), 
 the chunks of the ranks end to end, is large, it is *zero-copy*: a collective can read and write it where it lies.
 Zero-copy chunks come last in a shard, behind the *packed* ones, which travel together.
 
-In *even*, a parameter with ``cuts`` is *ragged*: the ranks have runs of rows of any lengths, cut by :func:`balance`
-between blocks. It is packed, behind the others, and each rank has offsets of its own for it::
+In *even*, a parameter may have ``cuts`` of its own: the ranks have runs of rows of any lengths, such as whole blocks.
+It is packed, behind the others, at a place of its own in each shard::
 
     a (4 rows, blocks of 2), b and c whole     a a a a | b b b | c c
     owners                                     0 0 1 1 | 0 0 0 | 1 1
@@ -30,19 +32,21 @@ between blocks. It is packed, behind the others, and each rank has offsets of it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, takewhile
-from typing import Literal
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 
-LayoutName = Literal["even", "flat"]
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets and sources, for one call that copies all of them
 
 #: Elements to which each parameter in a full buffer is aligned by default: 16 bytes of the smallest dtype, 64 of fp32.
 ALIGNMENT = 16
+DEFAULT_LAYOUT = "even", ALIGNMENT
 #: The same for chunks in a shard: what vector units take in one go. More would be multiplied by the ranks.
 CHUNK_ALIGNMENT = 4
 #: Elements of a chunk from which a parameter may be zero-copy: 256 KiB of fp32. Small ones are cheaper to copy.
@@ -61,7 +65,7 @@ class ParamShape:
     name: str  # how errors call it
     shape: tuple[int, ...]
     dim: int | None = 0  # along which *even* cuts it; ``None`` keeps all of it on every rank, as for a scalar
-    cuts: tuple[int, ...] | None = None  # if ragged: where along ``dim`` the part of each rank begins, and the size
+    cuts: tuple[int, ...] | None = None  # where along ``dim`` the part of each rank begins, and the size, if chosen
     part_of: int = 0  # elements of the parameter, if this is a part of one
 
     def __post_init__(self) -> None:
@@ -84,20 +88,21 @@ class ParamShape:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def chunk(self, rank: int, world_size: int) -> tuple[int, int]:
-        """The first and the past-the-last index along ``dim`` that ``rank`` has: as ``torch.chunk`` cuts, or ragged."""
+    def cut(self, ranks: int, start: int = 0) -> Cut:
+        """As ``torch.chunk`` cuts it, or at its ``cuts``. It begins at ``start`` in the full buffer, at 0 in shards."""
         if self.dim is None:
-            return 0, 1
-        if self.cuts is not None:
-            return self.cuts[rank], self.cuts[rank + 1]
-        size = self.shape[self.dim]
-        step = -(-size // world_size)
-        return min(rank * step, size), min((rank + 1) * step, size)
-
-    def chunk_shape(self, rank: int, world_size: int) -> tuple[int, ...]:
-        """The shape of that chunk; 0 along ``dim`` for a rank that holds nothing."""
-        start, stop = self.chunk(rank, world_size)
-        return self.shape if self.dim is None else (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+            shares = [Share(range(ranks), 0, 1)]
+        elif self.cuts is not None:
+            both = enumerate(pairwise(self.cuts))
+            shares = [Share(range(rank, rank + 1), first, stop - first) for rank, (first, stop) in both]
+        else:
+            size = self.shape[self.dim]
+            length = -(-size // ranks)
+            count, rest = divmod(size, length) if length else (0, 0)  # so many ranks have this length, and one the rest
+            edges = pairwise([0, count, count + (rest > 0), ranks])
+            parts = zip(edges, (0, count * length, size), (length, rest, 0), strict=True)
+            shares = [Share(range(*edge), first, number) for edge, first, number in parts if edge[0] < edge[1]]
+        return Cut(self, tuple(shares), start, is_uniform=self.cuts is None)
 
 
 _Dim = tuple[int, int, int]  # the size of a dim, its stride in the full buffer and its stride in shards
@@ -156,23 +161,81 @@ class Piece:
         return (self.part(0, count), self.part(count, size)) if count else (None, self)
 
 
+class Share(NamedTuple):
+    """Ranks that follow one another and have parts of one length, each part behind that of the rank before."""
+
+    ranks: range
+    first: int  # where along the dim the part of the first of them begins
+    length: int  # of each part along the dim; 0 for ranks that have nothing
+    place: int = 0  # where the part begins in the shard of each
+    message: int = 0  # the same in the messages, if these are the full buffer
+
+
+_first_rank = attrgetter("ranks.start")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which part of a parameter each rank has, and where it lies in the rank's shard. Equal parts are one share, so
+    that a cut is small for any number of ranks."""
+
+    param: ParamShape
+    shares: tuple[Share, ...]  # of all ranks, in their order
+    start: int = 0  # where the parameter begins in the full buffer
+    apart: int | None = None  # elements from one message to the next, if the full buffer has those of all ranks
+    is_uniform: bool = True  # whether a part has the same place in all shards, and that of rank 0 is the largest
+
+    def share(self, rank: int) -> Share:
+        return self.shares[bisect_right(self.shares, rank, key=_first_rank) - 1]
+
+    def chunk(self, rank: int) -> tuple[int, int]:
+        """The first and the past-the-last index along the dim that ``rank`` has; equal if it has none."""
+        ranks, first, length, *_ = self.share(rank)
+        first += 0 if self.param.dim is None else (rank - ranks.start) * length
+        return first, first + length
+
+    def chunk_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of this part; 0 along the dim if the rank has nothing."""
+        shape, dim = self.param.shape, self.param.dim
+        return shape if dim is None else (*shape[:dim], self.share(rank).length, *shape[dim + 1 :])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameter is the parts of all ranks end to end, of one size."""
+        param = self.param
+        is_cut = self.is_uniform and param.dim is not None and math.prod(param.shape[: param.dim]) == 1
+        return is_cut and math.prod(self.chunk_shape(0)) * self.shares[-1].ranks.stop == param.numel
+
+    def at(self, places: Sequence[int]) -> Cut:
+        """The same parts at other places in the shards, one for each rank."""
+        return replace(self, shares=tuple([Share(*s[:3], places[s.ranks.start], s.message) for s in self.shares]))
+
+
 @dataclass(frozen=True)
 class BufferPlan:
     """Where parameters begin in the full buffer and in the shards of all ranks. Made by :func:`make_plan`."""
 
     params: tuple[ParamShape, ...]
     world_size: int
-    layout: LayoutName
+    layout: str  # a name in :data:`LAYOUTS`
     full_offsets: tuple[int, ...]
-    full_numel: int  # ``world_size * shard_numel`` in *flat*
-    shard_offsets: tuple[int, ...]  # the same in every shard; 0 for what is ragged; empty in *flat*
+    full_numel: int
     shard_numel: int  # the same for every rank
     alignment: int
     least_zero_copy: int  # elements of a parameter from which it is large
+    cuts: tuple[Cut, ...] = field(default=(), hash=False)  # of the parameters
+    shard_offsets: tuple[
+        int, ...
+    ] = ()  # where parts begin in every shard; 0 for those with places of their own in each
+    #: How all elements are cut as one vector, if they move as one and no parameter can be left out.
+    whole: Cut | None = field(default=None, hash=False)
     zero_copy: tuple[int, ...] = ()  # the zero-copy parameters, in the order of shards, where they come last
     is_messages: bool = False  # whether the full buffer has the shards of all ranks end to end, but what is zero-copy
-    ragged_offsets: tuple[tuple[int, ...], ...] = ()  # of each parameter, in the shard of each rank, if any is ragged
-    message_offsets: tuple[tuple[int, ...], ...] = ()  # the same in the messages that the full buffer has
+
+    @property
+    def moves_all(self) -> bool:
+        """Whether all elements move as one vector: also those of frozen parameters, and the padding."""
+        return self.whole is not None
 
     @property
     def end(self) -> int:
@@ -190,11 +253,8 @@ class BufferPlan:
         return _pieces(self, range(rank, rank + 1), 0, section)
 
     def pieces_of_all(self, pitch: int) -> tuple[Piece, ...]:
-        """What all ranks own of the full buffer, when their shards begin ``pitch`` elements apart.
-
-        At most two pieces for each parameter: ``torch.chunk`` gives some ranks chunks of equal size, at most one rank a
-        smaller one and the rest none. A ragged parameter has one for each rank with rows. Parameters of one shape at
-        equal distances, as norms often are, are one piece.
+        """What all ranks own of the full buffer, when their shards begin ``pitch`` elements apart. A share is one piece
+        (``torch.chunk`` makes two shares at most), and so are equal parameters at equal distances, as norms often are.
         """
         return tuple(_joined(_pieces(self, range(self.world_size), pitch)))
 
@@ -204,12 +264,6 @@ class BufferPlan:
         pieces = self.pieces_of_all(self.shard_numel)
         same = all((p.full_start, p.full_stride) == (p.shard_start, p.shard_stride) for p in pieces)
         return same and self.full_numel == self.world_size * self.shard_numel
-
-    def is_whole(self, param: ParamShape) -> bool:
-        """Whether a parameter is the chunks of all ranks end to end, of one size (*even*)."""
-        chunk = math.prod(param.chunk_shape(0, self.world_size))
-        is_cut = param.dim is not None and param.cuts is None and math.prod(param.shape[: param.dim]) == 1
-        return is_cut and chunk * self.world_size == param.numel
 
     @property
     def packed(self) -> BufferPlan:
@@ -222,34 +276,24 @@ class BufferPlan:
         small = self.select(i for i in range(len(self.params)) if i not in large)
         starts = iter(small.shard_offsets)
         offsets = tuple(0 if i in large else next(starts) for i in range(len(self.params)))
+        cuts = [replace(cut.at((start,)), start=start) for cut, start in zip(self.cuts, offsets, strict=True)]
         plan = replace(self, full_offsets=offsets, shard_offsets=offsets, full_numel=small.shard_numel)
-        return replace(plan, zero_copy=large, is_messages=True)
+        return replace(plan, cuts=tuple(cuts), zero_copy=large, is_messages=True)
 
     @property
     def messages(self) -> BufferPlan:
-        """The same cut, for a full buffer that has the messages of all ranks (*even* only)."""
+        """The same parts, for a full buffer that has the messages of all ranks."""
         numel = self.packed.shard_numel
         plan = replace(self, full_offsets=self.shard_offsets, full_numel=self.world_size * numel, is_messages=True)
-        return replace(plan, message_offsets=self.ragged_offsets)
+        shares = [tuple([each._replace(message=each.place) for each in cut.shares]) for cut in self.cuts]
+        both = zip(self.cuts, shares, strict=True)
+        return replace(plan, cuts=tuple([replace(cut, shares=each, apart=numel) for cut, each in both]))
 
     def locate_chunk(self, index: int, rank: int) -> tuple[int, tuple[int, ...]]:
-        """Where in its shard ``rank`` holds its part of parameter ``index``, and the shape of that part. In *flat* that
-        is a run of elements, or all of the parameter where one rank keeps everything."""
-        param = self.params[index]
-        if self.layout == "even":
-            start = self.shard_offsets[index] if param.cuts is None else self.ragged_offsets[index][rank]
-            return start, param.chunk_shape(rank, self.world_size)
-        start, stop = self.fragment(index, rank)
-        if self.world_size == 1:
-            return self.full_offsets[index], param.shape
-        begin = self.full_offsets[index] + start - rank * self.shard_numel
-        return begin if start < stop else 0, (stop - start,)
-
-    def fragment(self, index: int, rank: int) -> tuple[int, int]:
-        """First and past-the-last element of parameter ``index`` that ``rank`` holds (*flat*); equal if none."""
-        start = rank * self.shard_numel - self.full_offsets[index]
-        numel = self.params[index].numel
-        return min(max(start, 0), numel), min(max(start + self.shard_numel, 0), numel)
+        """Where in its shard ``rank`` holds its part of parameter ``index``, and the shape of that part."""
+        cut = self.cuts[index]
+        shape = self.params[index].shape if self.world_size == 1 else cut.chunk_shape(rank)
+        return cut.share(rank).place, shape
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
@@ -260,36 +304,36 @@ class BufferPlan:
 
     def over(self, ranks: int) -> BufferPlan:
         """The same parameters where they lie, each as a vector, cut by *even* over another number of ranks."""
-        params = tuple(ParamShape(param.name, (param.numel,)) for param in self.params)
-        least = self.least_zero_copy // self.world_size * ranks
-        plan = replace(self, params=params, world_size=ranks, layout="even", least_zero_copy=least, zero_copy=())
-        return _cut(replace(plan, is_messages=False, message_offsets=()))
+        return self._evenly([ParamShape(param.name, (param.numel,)) for param in self.params], ranks)
 
     def inside(self, rank: int, parts: int) -> BufferPlan:
-        """The shard of ``rank`` as a full buffer, where each parameter's chunk is cut again into ``parts`` (*even*)."""
-        shapes = (each.chunk_shape(rank, self.world_size) for each in self.params)
-        both = zip(self.params, shapes, strict=True)
-        params = tuple(replace(each, shape=shape, part_of=each.part_of or each.numel) for each, shape in both)
-        least = self.least_zero_copy // self.world_size * parts
-        plan = replace(self, params=params, world_size=parts, least_zero_copy=least, zero_copy=(), is_messages=False)
-        return _cut(replace(plan, full_offsets=self.shard_offsets, full_numel=self.shard_numel, message_offsets=()))
+        """The shard of ``rank`` as a full buffer, where each parameter's part is cut again into ``parts`` (*even*)."""
+        held = [(cut.param, *self.locate_chunk(i, rank)) for i, cut in enumerate(self.cuts)]
+        params = [replace(p, shape=shape, cuts=None, part_of=p.part_of or p.numel) for p, _, shape in held]
+        starts = tuple([start for _, start, _ in held])
+        return replace(self, full_offsets=starts, full_numel=self.shard_numel)._evenly(params, parts)
+
+    def _evenly(self, params: Sequence[ParamShape], ranks: int) -> BufferPlan:
+        least = self.least_zero_copy // self.world_size * ranks
+        plan = replace(self, params=tuple(params), world_size=ranks, layout="even", least_zero_copy=least)
+        return even(replace(plan, zero_copy=(), is_messages=False, whole=None))
 
     def select(self, indices: Iterable[int]) -> BufferPlan:
-        """The plan of some of the parameters: cut as here, at the same place in the full buffer, in another shard. Of
-        *flat* it is the plan itself, which cannot leave any out."""
+        """The plan of some of the parameters: cut as here, at the same place in the full buffer, in another shard. What
+        moves as one is the plan itself, which cannot leave any out."""
         chosen = tuple(indices)
-        if self.layout == "flat" or chosen == tuple(range(len(self.params))):
+        if self.whole is not None or chosen == tuple(range(len(self.params))):
             return self
-        params, starts = [self.params[i] for i in chosen], [self.full_offsets[i] for i in chosen]
-        in_messages = tuple(self.message_offsets[i] for i in chosen) if self.message_offsets else ()
-        return _cut(replace(self, params=tuple(params), full_offsets=tuple(starts), message_offsets=in_messages))
+        params, cuts = [self.params[i] for i in chosen], [self.cuts[i] for i in chosen]
+        starts = [self.full_offsets[i] for i in chosen]
+        return pack(replace(self, params=tuple(params), full_offsets=tuple(starts), cuts=tuple(cuts)))
 
 
 def make_plan(
     params: Sequence[ParamShape],
     world_size: int,
-    layout: LayoutName = "even",
-    alignment: int = ALIGNMENT,
+    layout: str = DEFAULT_LAYOUT[0],
+    alignment: int = DEFAULT_LAYOUT[1],
     together: bool = False,
 ) -> BufferPlan:
     """Lay out ``params``, in the order in which they lie, over ``world_size`` ranks.
@@ -306,77 +350,71 @@ def make_plan(
 
 @lru_cache(maxsize=4096)
 def _make_plan(
-    params: tuple[ParamShape, ...], world_size: int, layout: LayoutName, alignment: int, together: bool
+    params: tuple[ParamShape, ...], world_size: int, layout: str, alignment: int, together: bool
 ) -> BufferPlan:
     full_offsets, full_numel = _end_to_end((param.numel for param in params), alignment)
     least = LEAST_ZERO_COPY * world_size
     if together:
         least = min(least, max(LEAST_TOGETHER, full_numel // MOST_TOGETHER))
-    plan = BufferPlan(params, world_size, layout, full_offsets, full_numel, (), 0, alignment, least)
-    if layout == "even":
-        return _cut(plan)
-    if layout != "flat":
-        raise ValueError(f"layout must be 'even' or 'flat', got {layout!r}")
-    shard_numel = -(-plan.end // world_size)  # not aligned: so cuts fall where users of torch's wrapper expect them
-    return replace(plan, full_numel=world_size * shard_numel, shard_numel=shard_numel)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be {' or '.join(map(repr, LAYOUTS))}, got {layout!r}")
+    return LAYOUTS[layout](BufferPlan(params, world_size, layout, full_offsets, full_numel, 0, alignment, least))
+
+
+def even(plan: BufferPlan) -> BufferPlan:
+    """Each parameter is cut along its dim, as ``torch.chunk`` does or at its ``cuts``."""
+    both = zip(plan.params, plan.full_offsets, strict=True)
+    return pack(replace(plan, cuts=tuple([param.cut(plan.world_size, start) for param, start in both])))
+
+
+def flat(plan: BufferPlan) -> BufferPlan:
+    """All elements, with the padding between parameters, are cut as one vector. Shards are not aligned, so that cuts
+    fall where users of torch's wrapper expect them."""
+    ranks, size, cuts = plan.world_size, -(-plan.end // plan.world_size), list[Cut]()
+    for param, start in zip(plan.params, plan.full_offsets, strict=True):
+        numel, shares = param.numel, list[Share]()
+        those = range(start // size, -(-(start + numel) // size) + 1) if numel else ()  # who have some, and the next
+        for rank, following in pairwise(sorted({0, ranks, *those})):
+            first, stop = (min(max(edge - start, 0), numel) for edge in (rank * size, (rank + 1) * size))
+            place = start + first - rank * size if first < stop else 0
+            shares.append(Share(range(rank, following), first, stop - first, place))
+        cuts.append(Cut(ParamShape(param.name, (numel,)), tuple(shares), start, is_uniform=False))
+    whole = ParamShape("all", (plan.end,)).cut(ranks)
+    return replace(plan, cuts=tuple(cuts), whole=whole, full_numel=ranks * size, shard_numel=size)
+
+
+#: What a parameter may ask for, by name. A layout gets a plan that says where parameters begin in the full buffer, and
+#: adds their cuts, with places in the shards (which :func:`pack` may choose), and the size of a shard.
+LAYOUTS: dict[str, Callable[[BufferPlan], BufferPlan]] = {"even": even, "flat": flat}
 
 
 @lru_cache(maxsize=4096)
-def _cut(plan: BufferPlan) -> BufferPlan:
-    """The plan with the shards of *even*; that of a single rank is the full buffer, if it has all parameters."""
+def pack(plan: BufferPlan) -> BufferPlan:
+    """Give the parts of a plan places in the shards. The shard of a rank that has everything is the full buffer."""
     alignment = math.gcd(CHUNK_ALIGNMENT, plan.alignment) if plan.world_size > 1 else plan.alignment
-    numels = [math.prod(param.chunk_shape(0, plan.world_size)) for param in plan.params]
-    large = [i for i, param in enumerate(plan.params) if param.numel >= plan.least_zero_copy and plan.is_whole(param)]
-    zero_copy = [i for i in large if plan.world_size > 1 and numels[i] % plan.alignment == 0]
-    ragged = [i for i, param in enumerate(plan.params) if param.cuts is not None]
-    packed = [i for i in range(len(numels)) if i not in zero_copy and i not in ragged]
+    ranks, cuts = range(plan.world_size), plan.cuts
+    numels = [math.prod(cut.chunk_shape(0)) for cut in cuts]
+    large = [i for i, param in enumerate(plan.params) if param.numel >= plan.least_zero_copy and cuts[i].is_whole]
+    zero_copy = [i for i in large if len(ranks) > 1 and numels[i] % plan.alignment == 0]
+    own = [i for i, cut in enumerate(cuts) if not cut.is_uniform]
+    packed = [i for i in range(len(numels)) if i not in zero_copy and i not in own]
     fronts, end = _end_to_end((numels[i] for i in packed), alignment)
-    own: dict[int, tuple[int, ...]] = dict.fromkeys(range(len(numels) if ragged else 0), ())
-    if ragged:
-        size, params = plan.world_size, [plan.params[i] for i in ragged]
-        chunks = ([math.prod(param.chunk_shape(rank, size)) for param in params] for rank in range(size))
-        begins, ends = zip(*(_end_to_end(each, alignment, end) for each in chunks), strict=True)
-        own, end = own | dict(zip(ragged, zip(*begins, strict=True), strict=True)), max(ends)
+    places = dict[int, Sequence[int]]()
+    if own:
+        rows = {i: cuts[i].param.numel // (cuts[i].param.shape[cuts[i].param.dim or 0] or 1) for i in own}
+        chunks = ([each.length * rows[i] for each in cuts[i].shares for _ in each.ranks] for i in own)
+        begins, ends = zip(*(_end_to_end(each, alignment, end) for each in zip(*chunks, strict=True)), strict=True)
+        places, end = dict(zip(own, zip(*begins, strict=True), strict=True)), max(ends)
     backs, shard_numel = _end_to_end((numels[i] for i in zero_copy), plan.alignment, _align(end, plan.alignment))
-    starts = dict.fromkeys(ragged, 0) | dict(zip([*packed, *zero_copy], fronts + backs, strict=True))
+    starts = dict(zip([*packed, *zero_copy], fronts + backs, strict=True))
+    places |= {i: [start] * len(ranks) for i, start in starts.items()}
     return replace(
         plan,
-        shard_offsets=tuple(map(starts.__getitem__, range(len(numels)))),
+        cuts=tuple([cut.at(places[i]) for i, cut in enumerate(cuts)]),
+        shard_offsets=tuple([starts.get(i, 0) for i in range(len(cuts))]),
         shard_numel=shard_numel,  # aligned, so that the next rank's begins on a boundary too
         zero_copy=tuple(zero_copy),
-        ragged_offsets=tuple(own.values()),
     )
-
-
-def balance(blocks: Sequence[tuple[int, int]], world_size: int, first: int = 0) -> list[tuple[int, ...]]:
-    """Give the blocks of parameters to ranks so that these have nearly the same numbers of bytes.
-
-    The parameters with the largest blocks are first, and each block goes to the rank that has least so far. So no rank
-    has more than the mean by a block. Among equal ranks, ``first`` is the first.
-
-    Args:
-        blocks: of each parameter the number of blocks, and the bytes of one.
-
-    Returns:
-        of each parameter, the numbers of the blocks at which the part of each rank begins, and where the last ends.
-    """
-    cuts: list[tuple[int, ...]] = [()] * len(blocks)
-    loads, turns = [0] * world_size, [(first + turn) % world_size for turn in range(world_size)]
-    for index in sorted(range(len(blocks)), key=lambda index: -blocks[index][1]):
-        count, nbytes = blocks[index]
-        level, above = 0, max(loads) + (count + 1) * max(nbytes, 1)  # every rank is filled up to a level
-        while above - level > 1:
-            middle = (level + above) // 2
-            fits = sum(max(0, middle - load) // max(nbytes, 1) for load in loads) <= count
-            level, above = (middle, above) if fits else (level, middle)
-        counts = [max(0, level - load) // max(nbytes, 1) for load in loads]
-        loads = [load + number * nbytes for load, number in zip(loads, counts, strict=True)]
-        for _ in range(count - sum(counts)):
-            least = min(turns, key=loads.__getitem__)
-            counts[least] += 1
-            loads[least] += nbytes
-        cuts[index] = tuple(accumulate(counts, initial=0))
-    return cuts
 
 
 def _end_to_end(numels: Iterable[int], alignment: int, start: int = 0) -> tuple[tuple[int, ...], int]:
@@ -391,40 +429,23 @@ def _align(numel: int, alignment: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _pieces(plan: BufferPlan, ranks: range, pitch: int, section: int = 0) -> tuple[Piece, ...]:
-    """What ``ranks`` own, when their shards begin ``pitch`` elements apart: two pieces for each parameter, or fewer."""
-    params = zip(plan.params, plan.full_offsets, plan.shard_offsets, strict=plan.layout == "even")
-    if plan.layout == "flat":  # cut like one parameter, with the padding between parameters and not that at the tail
-        params = zip((ParamShape("all", (plan.end,)),), (0,), (0,), strict=True)
-    apart = plan.full_numel // plan.world_size if plan.is_messages else 0  # messages in the full buffer
-    pieces = []
-    for index, (param, full_start, shard_start) in enumerate(params):
-        whole = param.part_of or param.numel
-        if param.dim is None:
-            dims = [(len(ranks), apart, pitch), (param.numel, 1, 1)]
-            pieces += [_piece(dims, full_start, shard_start, True, section, whole)] if param.numel else []
-            continue
-        outer, inner = math.prod(param.shape[: param.dim]), math.prod(param.shape[param.dim + 1 :])
-        for rank in ranks if param.cuts is not None else ():
-            first, stop = param.chunk(rank, plan.world_size)
-            start, row, numel = full_start + first * inner, param.shape[param.dim] * inner, (stop - first) * inner
-            if plan.is_messages:
-                start, row = rank * apart + plan.message_offsets[index][rank], numel
-            if numel * outer:
-                begin = plan.ragged_offsets[index][rank] + (rank - ranks.start) * pitch
-                pieces.append(_piece([(outer, row, numel), (numel, 1, 1)], start, begin, False, section, whole))
-        if param.cuts is not None:
-            continue
-        row, length = param.shape[param.dim] * inner, param.chunk(0, plan.world_size)[1] * inner
-        if length * outer == 0:
-            continue
-        count, rest = divmod(row, length)  # so many ranks have chunks with rows of this length, and one has the rest
-        for numel, first, stop in ((length, 0, count), (rest, count, count + 1)):
-            first, stop = max(first, ranks.start), min(stop, ranks.stop)
-            if numel and first < stop:
-                step, row = (apart, numel) if plan.is_messages else (length, row)
-                dims = [(stop - first, step, pitch), (outer, row, numel), (numel, 1, 1)]
-                starts = full_start + first * step, shard_start + (first - ranks.start) * pitch
-                pieces.append(_piece(dims, *starts, False, section, whole))
+    """What ``ranks`` own, when their shards begin ``pitch`` elements apart: at most one piece for each share."""
+    pieces = list[Piece]()
+    for cut in plan.cuts if plan.whole is None else (plan.whole,):
+        param, is_kept, dim = cut.param, cut.param.dim is None, cut.param.dim or 0
+        outer, inner = math.prod(param.shape[:dim]), param.numel if is_kept else math.prod(param.shape[dim + 1 :])
+        for share in cut.shares[bisect_right(cut.shares, ranks.start, key=_first_rank) - 1 :]:
+            first, stop = max(share.ranks.start, ranks.start), min(share.ranks.stop, ranks.stop)
+            if first >= stop:
+                break
+            if outer * (width := share.length * inner):
+                step, row = 0 if is_kept else width, param.numel // outer
+                full = cut.start + share.first * inner + (first - share.ranks.start) * step
+                if cut.apart is not None:
+                    full, step, row = share.message + first * cut.apart, cut.apart, width
+                dims = [(stop - first, step, pitch), (outer, row, width), (width, 1, 1)]
+                place = share.place + (first - ranks.start) * pitch
+                pieces.append(_piece(dims, full, place, is_kept, section, param.part_of or param.numel))
     return tuple(pieces)
 
 

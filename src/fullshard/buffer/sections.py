@@ -29,12 +29,12 @@ class Section:
     plan: BufferPlan
 
     def over(self, ranks: int) -> Section:
-        """The same parameters, none of them ragged, cut over another number of ranks (*even* only)."""
+        """The same parameters, cut into equal parts over another number of ranks."""
         params = [replace(param, cuts=None) for param in self.plan.params]
         return Section(self.dtype, self.members, make_plan(params, ranks))
 
     def inside(self, rank: int, parts: int) -> Section:
-        """The chunks of ``rank``, each cut again into ``parts`` (*even* only)."""
+        """The chunks of ``rank``, each cut again into ``parts``."""
         return Section(self.dtype, self.members, self.plan.inside(rank, parts))
 
 

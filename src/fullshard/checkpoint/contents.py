@@ -34,7 +34,7 @@ from fullshard.checkpoint.reader import Checkpoint, Target
 from fullshard.checkpoint.selection import Selection
 from fullshard.group.parameter import local_tensor, plain_name
 from fullshard.optim.disk_step import state_like
-from fullshard.original_parameters import GroupParameters, OriginalParameter, expect, is_flat, shown_parameters
+from fullshard.original_parameters import GroupParameters, OriginalParameter, expect, holds_several, shown_parameters
 from fullshard.policies import warn
 from fullshard.schedule.unit import units_in
 from fullshard.torch_private import altered_spec, is_traceable_subclass, make_dtensor, spec_of
@@ -203,7 +203,7 @@ class Parameters:
         value: Any,
         everyone: bool,
     ) -> None:
-        layout, has_several, problem = self.known[original].layout, is_flat(param), ""
+        layout, has_several, problem = self.known[original].layout, holds_several(param), ""
         if isinstance(value, torch.Tensor) and value.ndim and value.shape != param.shape:
             if path[-1] in SCALES or path[-1] in TABLES:
                 blocks = layout.of_inner(str(path[-1]), local_tensor(param).numel(), value)
@@ -311,9 +311,9 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
         on_device = bool(options.get("capturable") or options.get("fused"))
         for param in options["params"]:
             originals = params.shown[param]
-            if not is_flat(param) and originals[0].has_run and not param.numel():
+            if not holds_several(param) and originals[0].has_run and not param.numel():
                 continue  # this rank has no elements of it, and so no state
-            if not is_flat(param) and not params.known[originals[0]].layout.boxes:
+            if not holds_several(param) and not params.known[originals[0]].layout.boxes:
                 layout, names = params.known[originals[0]]
                 keys = saved.get(names[0], {}).items()
                 shapes = {positions[name][0].shape for key, name in keys if "." not in key and name in positions}
@@ -437,7 +437,7 @@ def _subclass(outline: State, name: str, param: nn.Parameter, layout: Layout, ch
                 inner[attribute] = torch.zeros(entry.shape, dtype=entry.dtype, device=local.device)
             else:
                 inner.setdefault(attribute, local)
-    is_cut = layout.order is not None or is_flat(param)
+    is_cut = layout.order is not None or holds_several(param)
     if is_cut or any(each is local for each in inner.values()):
         raise cut_differently(f"'{name}', a {outline[_KIND]}", checkpoint)
     context = layout.inner_context(outline["context"], local.shape)

@@ -31,7 +31,7 @@ from fullshard.checkpoint.selection import Item, Selection, tell
 from fullshard.checkpoint.storage import located
 from fullshard.disk.file import bytes_of
 from fullshard.diverging import replica_of
-from fullshard.original_parameters import is_flat
+from fullshard.original_parameters import holds_several
 from fullshard.policies import local_path, warn
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class Loading:
         if optimizer is not None:
             for param, originals in self.params.shown.items():
                 names = [self.params.known[each].names[0] for each in originals]
-                if is_flat(param) and len({f"model.{name}" in self.selection for name in names}) > 1:
+                if holds_several(param) and len({f"model.{name}" in self.selection for name in names}) > 1:
                     raise ValueError(
                         f"only={self.selection.only} selects a part of {few(names)}, which are one flat parameter with "
                         f"one optimizer state: load without the optimizer, or wrap with use_orig_params=True"

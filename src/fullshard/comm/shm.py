@@ -316,8 +316,8 @@ class _HostSumRoute(_HostReduceRoute):
         #: How far each parameter lies behind its place in the full buffer when it lies in the shard.
         self._shifts: list[list[int]] = []
         for plan, _, _ in request.transfers:
-            starts = plan.shard_offsets or plan.full_offsets
-            self._shifts.append([start - full for start, full in zip(starts, plan.full_offsets, strict=True)])
+            both = zip(plan.cuts, plan.full_offsets, strict=True)
+            self._shifts.append([cut.share(0).place - full for cut, full in both])
         self._others: dict[tuple[Segment | None, ...], list[tuple[Piece, torch.Tensor]]] = {}
 
     def start(

@@ -100,6 +100,6 @@ def _mark(unit: Unit) -> None:
             setattr(wrapper, name, property(read))
     for module in managed_modules(unit.modules):
         module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # type: ignore[assignment]
-    if any(group.is_flat for group in unit.groups):
+    if unit.is_wrapper and unit.groups:
         for param in unit.modules[0].parameters():
             param._fsdp_flattened = id(param) not in unit.ignored  # type: ignore[attr-defined]

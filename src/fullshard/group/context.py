@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fullshard.buffer.plan import BufferPlan, balance, make_plan
+from fullshard.buffer.plan import BufferPlan, make_plan
 from fullshard.buffer.sections import Section
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.transport import Direction, Transport, Wire, make_wire
@@ -24,7 +24,7 @@ from fullshard.group.parameter import ShardedParameter
 from fullshard.group.step import Step
 from fullshard.group.strategy import FULL_SHARD, Strategy
 from fullshard.offload_policy import OffloadPolicy
-from fullshard.policies import MixedPrecisionPolicy
+from fullshard.policies import MixedPrecisionPolicy, place_rows
 from fullshard.wire_policy import EXACT, WirePolicy
 
 
@@ -53,11 +53,7 @@ class GroupOptions:
 
 @dataclass(eq=False, repr=False)
 class GroupContext:
-    """Parameters that are gathered in one call and reduced in one call.
-
-    Attributes:
-        is_flat: whether a rank's shard is one run of all elements, cut wherever it falls.
-    """
+    """Parameters that are gathered in one call and reduced in one call."""
 
     params: Sequence[ShardedParameter]
     modules: Sequence[nn.Module]  # sharded in one call
@@ -66,8 +62,6 @@ class GroupContext:
     options: GroupOptions
     transport: Transport
     tag: int  # distinguishes its messages from those of other groups; the same on all ranks
-
-    is_flat = False
 
     def __post_init__(self) -> None:
         #: The parameters by stored dtype, without those that define how they are gathered.
@@ -95,30 +89,23 @@ class GroupContext:
         return f"Group({self.name or '<root>'}, {len(self.params)} parameters)"
 
     def lay_out(self) -> None:
-        """Cut the parameters into sections, each with a plan. Ragged ones are cut the first time, and stay so."""
-        ragged = [param for param in self.params if param.ragged is not None]
-        if ragged and not any(param.is_sharded for param in ragged):
-            numbers = balance([param.blocks for param in ragged], self.data.shard_size, self.tag % self.data.shard_size)
-            for param, cuts in zip(ragged, numbers, strict=True):
-                param.cut_between_blocks(cuts)
+        """Cut the parameters into sections, each with a plan."""
+        place_rows(self.params, self.data.shard_size, self.tag % self.data.shard_size)
         sections: dict[object, list[int]] = {}
         for index, param in enumerate(self.params):
             if not param.extends:
                 kind = param.stored_as, param.dtype, param.overridden_dtype, index in self.offloaded.parameters
                 sections.setdefault(kind, []).append(index)
-        firsts = [self.params[members[0]] for members in sections.values()]
-        self.sections = tuple(
-            Section(first.dtype, tuple(members), self.plan(members))
-            for first, members in zip(firsts, sections.values(), strict=True)
-        )
+        alike = [(self.params[members[0]], members) for members in sections.values()]
+        self.sections = tuple([Section(first.dtype, tuple(each), self.plan(each)) for first, each in alike])
         for section in self.sections:
             for position, index in enumerate(section.members):
                 self.params[index].note_plan(section.plan, position)
-        self.own_sections = self.sections
-        if self.data.shards_replicas:
-            rank, replicas = self.data.shard_rank, self.data.replicate_size
-            self.own_sections = tuple(section.inside(rank, replicas) for section in self.sections)
-        self.compute_dtypes = list(map(self.compute_dtype, firsts))
+        self.is_flat = self.moves_all = any(section.plan.moves_all for section in self.sections)
+        parts = self.data.shard_rank, self.data.replicate_size
+        again = [section.inside(*parts) for section in self.sections if self.data.shards_replicas]
+        self.own_sections = tuple(again) or self.sections
+        self.compute_dtypes = [self.compute_dtype(first) for first, _ in alike]
 
     def plan(self, members: Sequence[int]) -> BufferPlan:
         """The layout of parameters of one dtype."""
@@ -184,7 +171,7 @@ class GroupContext:
     @property
     def keeps_whole(self) -> bool:
         """Whether large ones among these stay where autograd made them."""
-        return self.adds_whole and not self.is_flat
+        return self.adds_whole and not self.moves_all
 
     @property
     def gradient_buffers(self) -> int:

@@ -84,7 +84,7 @@ class _Extended:
             )
         given = (mesh, param.shape, self._stride, param.locations[0].module, group.policy_of(param))
         inputs, self._metadata = before(*given[:count])
-        expected = param.chunk_shape(0)
+        expected = param.cut.chunk_shape(0)
         if self._is_uneven:
             inputs = [_padded(t, expected[0]) if t.shape[0] == local.shape[0] < expected[0] else t for t in inputs]
         compared = len(expected) if param.dim else int(self._is_uneven)  # dims that must be as expected

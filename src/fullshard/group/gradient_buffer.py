@@ -124,7 +124,7 @@ class MessageViews(WholeViews):
                 self._pieces[index] = pieces, full[plan.shard_offsets[at] :]
                 param = self._params[index]
                 is_row = is_row and param.dim == 0 and param.order == (*range(len(param.shape)),)
-                is_row = is_row and plan.params[at].cuts is None
+                is_row = is_row and plan.cuts[at].is_uniform
         if is_row:
             self._rows.append(Rows(plan, section.members, full))
 

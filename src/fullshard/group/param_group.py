@@ -190,7 +190,7 @@ class ParamGroup(GroupContext):
         # Parameters may have been written since an earlier forward: without a trace, or with a trace only on the ranks
         # that have elements of a fragment. All ranks must decide alike, so each reshards.
         left, trains = self.full.state is State.LEFT and self.was_evaluated, torch.is_grad_enabled()
-        if self.is_flat or self.stays_unasked or (left and trains) or self.full.state is State.SHARDED_POST_FORWARD:
+        if self.moves_all or self.stays_unasked or (left and trains) or self.full.state is State.SHARDED_POST_FORWARD:
             self.reshard()
         if self.shard.shared is None and self.full.state.is_unsharded:
             # Older writes cause no gather: a rank that wrote would gather, and a rank that did not would not.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -18,13 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fullshard import torch_private as private
-from fullshard.buffer.plan import ALIGNMENT, BufferPlan, LayoutName, ParamShape
+from fullshard.buffer.plan import DEFAULT_LAYOUT, BufferPlan, ParamShape
 from fullshard.buffer.sections import Section
 from fullshard.comm.waits import waiting
 from fullshard.group.mesh import DataMesh
 from fullshard.leaf_hooks import follow_hooks
-from fullshard.policies import Ragged
-from fullshard.ragged import RaggedShard
+from fullshard.policies import RowPlacement
 from fullshard.waiting_grad import own_memory
 
 #: The names under which wrappers hold a module; names of parameters are given without them.
@@ -74,7 +73,7 @@ class ShardedParameter:
     run: tuple[int, int] | None = None
 
     def __init__(
-        self, param: nn.Parameter, locations: list[Location], data: DataMesh, placement: Shard | Ragged | None
+        self, param: nn.Parameter, locations: list[Location], data: DataMesh, placement: Shard | RowPlacement | None
     ) -> None:
         self.locations = locations
         #: Where modules keep it outside of their parameters: a module, and a path of keys in its attributes.
@@ -87,19 +86,20 @@ class ShardedParameter:
         self.order = _memory_order(whole)
         self._inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         self.dim = self._shard_dim(placement if isinstance(placement, Shard) else None)
-        self.ragged = placement if isinstance(placement, Ragged) and self.dim is not None else None
-        self._cut = ParamShape(self.name, tuple(self.shape), self.dim)
+        self.placement = placement if isinstance(placement, RowPlacement) and self.dim is not None else None
+        self.cuts: tuple[int, ...] = ()  # where the rows of each rank begin, and their number, if that chose them
+        self.cut = ParamShape(self.name, tuple(self.shape), self.dim).cut(data.shard_size)
         self.unsharded_spec = private.spec_of(param) if isinstance(param, DTensor) else None
         self.extends = self.defines_gather(whole)
         why = "defines how it is gathered" if self.extends else "is a DTensor already"
-        if self.ragged is not None and (self.extends or self.unsharded_spec is not None):
+        if self.placement is not None and (self.extends or self.unsharded_spec is not None):
             raise ValueError(
                 f"shard_placement_fn returned {placement} for parameter '{self.name}', which {why}: return None for it"
             )
-        if data.shards_replicas and (self.extends or self.unsharded_spec is not None or self.ragged is not None):
+        if data.shards_replicas and (self.extends or self.unsharded_spec is not None or self.placement is not None):
             raise ValueError(
                 f"outer_zero_stage=1 cuts the shard of each parameter once more, but parameter '{self.name}' "
-                f"{f'is {placement}, whose blocks are never cut' if self.ragged else why}: use outer_zero_stage=0"
+                f"{f'is {placement}, whose blocks are never cut' if self.placement else why}: use outer_zero_stage=0"
             )
         self.spec = self._sharded_spec(whole)
         self.overridden_dtype: torch.dtype | None = None  # in which it is gathered, if not the policy's
@@ -112,8 +112,9 @@ class ShardedParameter:
         self.hidden: Any = None
         self._gradient_hooks: tuple[Callable[[torch.Tensor], torch.Tensor | None], ...] = ()
 
-    #: How parameters of this kind are laid out, and to how many elements they are aligned.
-    layout: tuple[LayoutName, int] = "even", ALIGNMENT
+    layout: tuple[str, int] = DEFAULT_LAYOUT  # of parameters of this kind; and to how many elements they are aligned
+    owns_storage = True  # whether its chunk has a storage of its own, which a DTensor needs
+    has_grad_dtype = True  # whether its gradient has a dtype of its own; otherwise it has that of the computation
     stored_as: torch.dtype | None = None  # those of different ones lie in different sections
     _follows_hooks = False  # whether the leaf calls users' hooks on ``sharded``
 
@@ -121,34 +122,24 @@ class ShardedParameter:
     def plan_shape(self) -> ParamShape:
         """The shape in the order in which the values lie in memory."""
         dim = None if self.dim is None else self.order.index(self.dim)
-        return ParamShape(self.name, tuple(self.shape[i] for i in self.order), dim, self._cut.cuts)
+        return ParamShape(self.name, tuple(self.shape[i] for i in self.order), dim, self.cuts or None)
 
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """The number of blocks that are never cut, and the bytes of one. The last block has what is left over too."""
-        assert self.ragged is not None
-        rows = self.ragged.block_rows(self.shape, self.name)
-        count = max(1, self.shape[0] // rows)
-        return count, self.shape.numel() * self.dtype.itemsize // count
-
-    def cut_between_blocks(self, numbers: Sequence[int]) -> None:
-        """Cut the parameter at these blocks, as the group balances them over the ranks."""
-        assert self.ragged is not None
-        rows = self.ragged.block_rows(self.shape, self.name)
-        cuts = [self.shape[0] if number == numbers[-1] else number * rows for number in numbers]
-        if len(cuts) > 2:  # what one rank has is the full buffer
-            self._cut = replace(self._cut, cuts=tuple(cuts))
-        placements = [RaggedShard(0, cuts, self.name) if each.is_shard() else each for each in self.spec.placements]
-        self.spec = private.altered_spec(self.spec, None, placements)
+    def cut_at(self, cuts: tuple[int, ...]) -> None:
+        """Cut the rows as the placement has chosen."""
+        assert self.placement is not None
+        self.cuts = cuts if self.data.shard_size > 1 else ()  # what one rank has is the full buffer
+        chosen = self.placement.placement(cuts, self.name)
+        self.spec = private.altered_spec(self.spec, None, [chosen if p.is_shard() else p for p in self.spec.placements])
 
     def note_plan(self, plan: BufferPlan, position: int) -> None:
-        """Note where the parameter lies in its group's plan."""
+        """Note how the parameter is cut and where it lies in its group's plan."""
+        self.cut = plan.cuts[position]
 
     def rename(self, name: str) -> None:
         """Set the name, also where errors of torch's operators find it."""
         self.name = name
         for placement in self.spec.placements:
-            if isinstance(placement, RaggedShard):
+            if hasattr(placement, "name"):  # it is not torch's
                 placement.name = name
 
     def view(self, flat: torch.Tensor, memory_shape: Sequence[int]) -> torch.Tensor:
@@ -169,21 +160,11 @@ class ShardedParameter:
     def rows(self) -> tuple[int, int]:
         """The first and the past-the-last index along ``dim`` that this rank holds."""
         data = self.data
-        start, stop = self._cut.chunk(data.shard_rank, data.shard_size)
-        if not data.shards_replicas:
+        start, stop = self.cut.chunk(data.shard_rank)
+        if not data.shards_replicas or self.dim is None:
             return start, stop
-        inside = ParamShape(self.name, self.chunk_shape(data.shard_rank), self.dim)
-        first, last = inside.chunk(data.replicate_rank, data.replicate_size)
+        first, last = ParamShape(self.name, (stop - start,)).cut(data.replicate_size).chunk(data.replicate_rank)
         return start + first, start + last
-
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        """Where the rows of each rank begin, and their number; empty if it is not ragged."""
-        return self._cut.cuts or ()
-
-    def chunk_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of the part that ``rank`` holds. That of rank 0 is the largest, if it is not ragged."""
-        return self._cut.chunk_shape(rank, self.data.shard_size)
 
     def _shard_dim(self, placement: Shard | None) -> int | None:
         if self.data.shard_group is None or not self.shape:
@@ -332,7 +313,7 @@ class ShardedParameter:
         whole, rank, dim = self.sharded.detach(), self.data.shard_rank, self.dim or 0
         chunks = [whole] if self.dim is None else whole.chunk(self.data.shard_size, dim)  # what subclasses know
         chunk = chunks[rank] if rank < len(chunks) else self.chunk_of(whole)
-        local = whole.new_zeros(self.chunk_shape(0)).narrow(dim, 0, chunk.shape[dim])
+        local = whole.new_zeros(self.cut.chunk_shape(0)).narrow(dim, 0, chunk.shape[dim])
         local.copy_(chunk)
         self.set_chunk(local.cpu() if offload else local)
 

@@ -30,7 +30,7 @@ def verify_parameters(params: Sequence[ShardedParameter], data: DataMesh, polici
     described += [f"outer_zero_stage={int(data.shards_replicas)}"]
     described += [f"FULLSHARD_TRANSPORT={os.environ.get('FULLSHARD_TRANSPORT', '')!r}"]
     described += [
-        f"'{p.name}' of shape {tuple(p.shape)}, {p.dtype}, sharded along dim {p.dim}, {p.ragged or 'even'}, "
+        f"'{p.name}' of shape {tuple(p.shape)}, {p.dtype}, sharded along dim {p.dim}, {p.placement or 'equally'}, "
         f"{'trainable' if p.sharded.requires_grad else 'frozen'}, computed in {p.overridden_dtype or 'param_dtype'}, "
         f"gradients in {p.grad_dtype}"
         for p in params

@@ -334,12 +334,12 @@ def _blocks_of(optimizer: Any) -> _Blocks | None:
 
 def _computes_on_blocks(optimizer: Optimizer) -> bool:
     """Whether an optimizer that needs whole matrices, or quantizes its state by blocks, gets them on local tensors:
-    parameters of it are ragged. Raises ValueError if others of its parameters are cut inside of their blocks."""
+    placements choose the rows of some. Raises ValueError if others of its parameters are cut inside of their blocks."""
     blocks = _blocks_of(optimizer)
     if blocks is None and type(optimizer) is not getattr(torch.optim, "Muon", None):
         return False
     params = _sharded(group["params"] for group in optimizer.param_groups)
-    if not any(param.ragged for param in params):
+    if not any(param.placement for param in params):
         return False
     _check_parts(type(optimizer).__name__, params, blocks)
     return True
@@ -355,7 +355,7 @@ def _check_parts(name: str, params: list[ShardedParameter], blocks: _Blocks | No
     """Raise ValueError if a parameter of an optimizer is cut inside of its blocks, or, without blocks, at all."""
     for param in params:
         numel, ranks = param.shape.numel(), range(param.data.shard_size if param.dim is not None else 1)
-        parts = [part for rank in ranks if (part := math.prod(param.chunk_shape(rank)))]
+        parts = [part for rank in ranks if (part := math.prod(param.cut.chunk_shape(rank)))]
         if blocks is None:
             is_right, needs = {*parts} <= {numel}, "whole matrices, placed by Ragged()"
         else:

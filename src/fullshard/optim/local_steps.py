@@ -297,7 +297,7 @@ def _replicas_of(groups: Sequence[ParamGroup]) -> dist.ProcessGroup:
     found: list[dist.ProcessGroup] = []
     for group in groups:
         data, over = group.data, replicas_apart(group) or group.data.replicate_group
-        if group.is_flat:
+        if any(param.run is not None for param in group.params):
             problem = "is wrapped by FullyShardedDataParallel: shard it with fully_shard"
         elif _still_takes_local_steps(group):
             problem = "takes local steps already: make LocalSteps once for a model"

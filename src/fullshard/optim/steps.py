@@ -131,7 +131,7 @@ def _refuse_matrices(optimizer: Adafactor) -> None:
 
 def _warn_of_parts(optimizer: Optimizer, groups: Iterable[GroupContext]) -> None:
     """Warn of an optimizer that sums over parameters, if each rank shows it only its part of them as plain tensors."""
-    if any(group.is_flat and group.data.shard_group is not None for group in groups):
+    if any(param.run is not None for group in groups if group.data.shard_group is not None for param in group.params):
         warn(
             f"{type(optimizer).__name__} sums over whole parameters, and FullyShardedDataParallel shows it only this "
             f"rank's part of each, so its updates differ from those of unsharded training. Use an optimizer that "

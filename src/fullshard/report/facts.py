@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import tree
+from fullshard.buffer.plan import DEFAULT_LAYOUT
 from fullshard.buffer.sections import Section, full_bytes, full_starts, shard_bytes
 from fullshard.comm.select import choose_transport
 from fullshard.device import is_host
@@ -119,7 +120,7 @@ class GroupFacts:
     Attributes:
         name: the name of its module, ``""`` for the root.
         module: the class of the module.
-        layout: ``"even"`` or ``"flat"``.
+        layout: its name: ``"even"`` or ``"flat"``.
         elements: the number of elements of all its parameters.
         whole: U, its full buffer: all parameters in the compute dtype, padding included.
         shard: this rank's shard, padding included.
@@ -284,12 +285,12 @@ def _by_use(units: Sequence[Unit], recorded: Iterable[ParamGroup]) -> list[Unit]
 def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, str]) -> GroupFacts:
     data, sections, memory, computed = group.data, group.sections, group.shard, group.compute_dtypes
     dtypes = [section.dtype for section in sections]
-    own = sum(math.prod(param.chunk_shape(0)) * param.dtype.itemsize for param in group.params if param.extends)
+    own = sum(math.prod(param.cut.chunk_shape(0)) * param.dtype.itemsize for param in group.params if param.extends)
     shares = memory.shared is not None or (memory.is_unmapped and memory.is_meta)
     whole = full_bytes(sections, computed) + data.shard_size * own
     shard = shard_bytes(group.own_sections, dtypes) + own
     content = sum(math.prod(param.shape) * param.dtype.itemsize for param in group.params)
-    kept = sum(param.dtype.itemsize for param in group.params if param.dim is None and not group.is_flat)
+    kept = sum(param.dtype.itemsize for param in group.params if param.dim is None and param.run is None)
     is_whole, parts = data.shard_group is None, data.shard_size * (data.replicate_size if data.shards_replicas else 1)
     keeps = unit.auto_reshard and unit.schedule is None and is_root  # it will keep its parameters after forward
     smaller = None if keeps else group.options.post_forward_mesh
@@ -300,7 +301,7 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
     return GroupFacts(
         name=", ".join(names.get(id(module), "?") for module in unit.modules),
         module=", ".join(dict.fromkeys(map(_class_of, unit.modules))),
-        layout="flat" if group.is_flat else "even",
+        layout=next((param.layout[0] for param in group.params), DEFAULT_LAYOUT[0]),
         elements=sum(math.prod(param.shape) for param in group.params),
         whole=whole,
         shard=shard + (whole // data.shard_size if shares and dtypes != computed else 0),
@@ -355,15 +356,15 @@ def _parameters(group: ParamGroup, names: dict[int, str]) -> Iterator[ParameterF
     places = {
         index: (at, position) for at, each in enumerate(group.sections) for position, index in enumerate(each.members)
     }
-    rank, data_size = group.data.shard_rank, group.data.shard_size
     for index, param in enumerate(group.params):
         at, position = places.get(index, (-1, -1))
         plan = group.sections[at].plan if at >= 0 else None
         rows, chunk = (0, 1), math.prod(param.shape)
-        if plan is not None and group.is_flat:
-            rows, chunk = plan.fragment(position, rank), plan.shard_numel
+        if plan is not None and param.run is not None:
+            rows, chunk = param.run, plan.shard_numel
         elif param.dim is not None:
-            rows, chunk = param.rows, max(math.prod(param.chunk_shape(each)) for each in range(data_size))
+            shapes = map(param.cut.chunk_shape, range(group.data.shard_size))
+            rows, chunk = param.rows, max(map(math.prod, shapes))
             if group.data.shards_replicas:
                 chunk = math.prod(group.own_sections[at].plan.locate_chunk(position, 0)[1])
         users = [location.module for location in param.locations]
@@ -371,7 +372,7 @@ def _parameters(group: ParamGroup, names: dict[int, str]) -> Iterator[ParameterF
         yield ParameterFacts(
             next(iter(full_names)),
             tuple(param.shape),
-            None if group.is_flat else param.dim,
+            param.dim if param.run is None else None,
             rows,
             chunk,
             plan.full_offsets[position] if plan is not None else -1,

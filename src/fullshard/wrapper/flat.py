@@ -118,6 +118,8 @@ class Fragment(ShardedParameter):
     """A parameter of which each rank holds one run of elements. ``flat_module`` shows a flat parameter in place of
     this fragment and others; ``None`` to show the fragment."""
 
+    owns_storage = has_grad_dtype = False
+
     def __init__(
         self,
         param: nn.Parameter,
@@ -140,7 +142,7 @@ class Fragment(ShardedParameter):
         """Does nothing: gradients of wrapped modules are reduced in the dtype of the computation, as with torch."""
 
     def note_plan(self, plan: BufferPlan, position: int) -> None:
-        self.run = plan.fragment(position, self.data.shard_rank)
+        self.run = plan.cuts[position].chunk(self.data.shard_rank)
         self._place = plan.locate_chunk(position, self.data.shard_rank)
 
     def chunk_of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -340,7 +342,6 @@ class FlatGroup(ParamGroup):
     """A group of fragments, all of one wrapped module."""
 
     params: Sequence[Fragment]
-    is_flat = True
     module_params_class = FlatModuleParameters
 
     def reshard_after_forward(self) -> None:
