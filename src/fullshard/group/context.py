@@ -101,7 +101,7 @@ class GroupContext:
         for section in self.sections:
             for position, index in enumerate(section.members):
                 self.params[index].note_plan(section.plan, position)
-        self.is_flat = self.moves_all = any(section.plan.moves_all for section in self.sections)
+        self.moves_all = any(section.plan.moves_all for section in self.sections)
         parts = self.data.shard_rank, self.data.replicate_size
         again = [section.inside(*parts) for section in self.sections if self.data.shards_replicas]
         self.own_sections = tuple(again) or self.sections

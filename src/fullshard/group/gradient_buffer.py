@@ -214,7 +214,7 @@ class GradientBuffer:
         kept = dtypes_of.kept(self.sections, dtypes) if keeps_whole else frozenset[int]()
         views = self.views = make(group.params, self.sections, self.fulls, kept)
         self.gaps: list[torch.Tensor] = []
-        if group.is_flat:
+        if group.moves_all:
             self.gaps += [view for index, view in views.views.items() if not trainable[index]]
             for section, full in zip(self.sections, self.fulls, strict=True):
                 self.gaps += [full[start:stop] for start, stop in section.plan.gaps]
@@ -262,7 +262,7 @@ class GradientBuffer:
             lengths = []
         indices, (dtype, home) = tuple(index for index, _ in gradients), dtypes
         allocate = partial(torch.empty, plan.shard_numel, dtype=dtype, device=full.device)
-        if self._group.is_flat:  # all of the shard is shown, its padding too
+        if self._group.moves_all:  # all of the shard is shown, its padding too
             allocate = partial(_padded, allocate, plan.owned_numel(self._group.data.shard_rank))
         return Part(indices, plan, full, allocate, home, chunks, lengths)
 

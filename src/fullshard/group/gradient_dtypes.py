@@ -35,7 +35,7 @@ class GradientDtypes:
             return reduce_dtype
         if param.grad_dtype != "own":
             return None if param.grad_dtype == "any" else param.grad_dtype
-        return param.dtype if GRADIENTS_KEEP_DTYPE and not group.is_flat else group.compute_dtype(param)
+        return param.dtype if GRADIENTS_KEEP_DTYPE and not group.moves_all else group.compute_dtype(param)
 
     def alone(self, index: int) -> torch.dtype:
         """The dtype in which a gradient would travel if it were alone."""
@@ -61,7 +61,7 @@ class GradientDtypes:
         """A section for each dtype of ``param.grad``, and the dtypes in which these travel. With ``keeps_whole`` large
         gradients are not in the buffer, unless other ranks read them there."""
         group = self._group
-        if group.is_flat:  # parameters must be cut where their shards are: the frozen ones travel too
+        if group.moves_all:  # parameters must be cut where their shards are: the frozen ones travel too
             sections = tuple(each for each in group.sections if any(trainable[i] for i in each.members))
             return sections, [self.alone(each.members[0]) for each in sections]
         chosen = self.together(compress(count(), trainable))
@@ -99,7 +99,7 @@ class GradientDtypes:
     def tell_autograd(self, index: int, leaf: torch.Tensor) -> None:
         """Tell autograd the dtype of the gradients that a leaf takes."""
         param, wanted = self._group.params[index], self._wanted(index)
-        if self._group.is_flat or not (GRADIENTS_KEEP_DTYPE or param.grad_dtype != "own"):
+        if self._group.moves_all or not (GRADIENTS_KEEP_DTYPE or param.grad_dtype != "own"):
             return
         # Where the buffer is wider, the copy into it casts; but what tensor parallel sums up before, it sums in that.
         casts = wanted is not None and (wanted.itemsize <= leaf.itemsize or param.unsharded_spec is not None)

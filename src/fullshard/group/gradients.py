@@ -96,7 +96,7 @@ class Gradients:
         not come are not reduced."""
         options = self._group.options
         reduces = options.strategy.reduces and options.strategy.all_reduces
-        return reduces and not (options.reduce_unused or self._group.is_flat or self.has_any)
+        return reduces and not (options.reduce_unused or self._group.moves_all or self.has_any)
 
     @property
     def nbytes(self) -> int:
@@ -310,7 +310,7 @@ class Gradients:
         buffer.is_open = False
         wanted = buffer.trained
         if arrived != wanted:
-            if not (options.reduce_unused or group.is_flat):
+            if not (options.reduce_unused or group.moves_all):
                 wanted = frozenset(arrived.union(self._partial))
             for index in wanted - arrived:
                 buffer.views.zero(index)

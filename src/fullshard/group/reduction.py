@@ -215,13 +215,13 @@ class Reducer:
         for section, full in zip(buffer.sections, buffer.fulls, strict=True):
             positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
             # Whole gradients are tensors of their own: the heap keeps no freed memory of more than 32 MiB in one piece.
-            apart = [(each,) for each in positions] if sums and not group.is_flat else [positions]
+            apart = [(each,) for each in positions] if sums and not group.moves_all else [positions]
             chosen += [(section, full, each) for each in apart if each]
         kept = buffer.views.kept if sums else frozenset[int]()
         chosen.sort(key=lambda each: each[0].members[each[2][0]] in kept)
         for section, full, positions in chosen:
             plan = section.plan.select(positions)
-            members = section.members if group.is_flat else [section.members[position] for position in positions]
+            members = section.members if group.moves_all else [section.members[position] for position in positions]
             home = section.dtype
             if options.keep_computed_dtype:
                 computed = group.compute_dtype(group.params[section.members[0]])

@@ -42,7 +42,7 @@ class ShardBuffer:
         #: The chunk of each parameter, by its index in the group.
         self.chunks = self._allocate(dtypes) if self.shared is None else self.shared.chunks
         self.nbytes = self.nbytes if self.shared is None else shard_bytes(group.own_sections, dtypes)
-        for chunk in self.chunks.values() if not group.is_flat else ():
+        for chunk in self.chunks.values() if not group.moves_all else ():
             give_own_storage(chunk)
         self.shards = self.views if self.shared is None else self.shared.shards  # of sections, where contiguous
         self.written = self.views or tuple(self.chunks.values())  # tensors whose versions count the writes
@@ -138,7 +138,7 @@ class SharedChunks:
             apart = []
             first = {piece.shard_start: piece.full_start for piece in section.plan.pieces(rank)}
             for position, (index, param) in enumerate(zip(section.members, section.plan.params, strict=True)):
-                if group.is_flat or section.dtype != dtype or param.dim != 0:
+                if group.moves_all or section.dtype != dtype or param.dim != 0:
                     apart.append(position)
                     continue
                 at, shape = section.plan.locate_chunk(position, rank)
@@ -146,14 +146,14 @@ class SharedChunks:
                 self.chunks[index] = group.params[index].view(chunk, shape)
             plan = section.plan.select(apart)
             numel = plan.shard_numel if apart else 0
-            if section.dtype == dtype and group.is_flat:
+            if section.dtype == dtype and group.moves_all:
                 shard = memory.own(start + rank * numel * dtype.itemsize, numel, dtype)
             else:
                 shard = torch.zeros(numel, dtype=section.dtype, device="cpu")
                 full = memory.tensor(start, plan.full_numel, dtype)
                 pieces = [piece for piece in plan.pieces(rank) if rank == 0 or not piece.is_kept]
                 self._published += [(piece.of_full(full), piece.of_shard(shard)) for piece in pieces]
-            self.shards += (shard,) if group.is_flat else ()
+            self.shards += (shard,) if group.moves_all else ()
             members = [section.members[position] for position in apart]
             self.chunks.update(chunk_views(group.params, members, plan, shard, rank))
 
