@@ -16,8 +16,9 @@ from fullshard import torch_private
 from fullshard.buffer.slots import SHARED
 from fullshard.comm import collective
 from fullshard.comm.backends import BACKENDS
-from fullshard.comm.collective import CollectiveTransport
+from fullshard.comm.collective import CollectiveTransport, HookTransport
 from fullshard.comm.transport import Reduction
+from fullshard.comm.waits import WAITS, describe
 from fullshard.device import Streams
 from fullshard.policies import AllGather, ReduceScatter
 from tests.comm.cases import (
@@ -290,6 +291,22 @@ def test_repeated_collectives_take_no_new_staging(world: World) -> None:
         kept.append(SHARED.nbytes_free)
     assert kept[0] > 0
     assert len(set(kept)) == 1
+
+
+@ranks(2)
+def test_a_reduction_by_a_hook_is_a_wait(world: World) -> None:
+    seen = list[str]()
+
+    def hook(full: torch.Tensor, reduced: torch.Tensor) -> None:
+        assert WAITS.current is not None
+        seen.append(describe(WAITS.current))
+        dist.reduce_scatter_tensor(reduced, full)
+
+    (transfer,) = transfers_of(Case("flat", (Section(torch.float32, ODD),)), world.size)
+    transfer.full.fill_(1)
+    reduce(HookTransport(hook), [transfer], dist.group.WORLD, 7, Reduction()).finish()
+    assert seen == ["a reduction by a hook of the group with tag 7"]
+    assert (transfer.shard == world.size).all()
 
 
 def test_sums_with_ever_new_factors_keep_nothing_for_ever() -> None:
