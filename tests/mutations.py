@@ -169,14 +169,14 @@ MUTATIONS = (
     ),
     Mutation(
         "buffer/plan.py",
-        "plan.alignment, _align(end, plan.alignment))",
-        "plan.alignment, end)",
+        "end = -(-end // plan.alignment) * plan.alignment",
+        "end = +end",
         "tests/buffer/test_plan.py::test_parameters_are_aligned_and_nothing_more_is_added_between_them",
     ),
     Mutation(
         "buffer/plan.py",
-        "return -(-numel // alignment) * alignment",
-        "return numel",
+        "-(-(end + numel) // alignment) * alignment, initial",
+        "end + numel, initial",
         "tests/buffer/test_plan.py::test_parameters_are_aligned_and_nothing_more_is_added_between_them",
     ),
     Mutation(

@@ -405,7 +405,8 @@ def pack(plan: BufferPlan) -> BufferPlan:
         chunks = ([each.length * rows[i] for each in cuts[i].shares for _ in each.ranks] for i in own)
         begins, ends = zip(*(_end_to_end(each, alignment, end) for each in zip(*chunks, strict=True)), strict=True)
         places, end = dict(zip(own, zip(*begins, strict=True), strict=True)), max(ends)
-    backs, shard_numel = _end_to_end((numels[i] for i in zero_copy), plan.alignment, _align(end, plan.alignment))
+    end = -(-end // plan.alignment) * plan.alignment
+    backs, shard_numel = _end_to_end((numels[i] for i in zero_copy), plan.alignment, end)
     starts = dict(zip([*packed, *zero_copy], fronts + backs, strict=True))
     places |= {i: [start] * len(ranks) for i, start in starts.items()}
     return replace(
@@ -419,12 +420,8 @@ def pack(plan: BufferPlan) -> BufferPlan:
 
 def _end_to_end(numels: Iterable[int], alignment: int, start: int = 0) -> tuple[tuple[int, ...], int]:
     """Where each begins, on multiples of ``alignment`` from ``start`` on, and where the last ends."""
-    ends = list(accumulate(numels, lambda end, numel: _align(end + numel, alignment), initial=start))
+    ends = list(accumulate(numels, lambda end, numel: -(-(end + numel) // alignment) * alignment, initial=start))
     return tuple(ends[:-1]), ends[-1]
-
-
-def _align(numel: int, alignment: int) -> int:
-    return -(-numel // alignment) * alignment
 
 
 @lru_cache(maxsize=4096)

@@ -335,7 +335,7 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
                             # it computes differently on other parts
                             raise cut_differently(f"'{name}', state of Adafactor", checkpoint)
                         shape = tuple(param.shape) if is_part else kind.shape
-                        if layout.is_ragged and key in SCALES:
+                        if layout.keeps_blocks and key in SCALES:
                             shape = layout.inner_sizes(key, local_tensor(param).shape, shape)
                         own = optimizer.state[param].get(key) if param in optimizer.state else None
                         if isinstance(own, torch.Tensor) and is_traceable_subclass(local_tensor(own)):

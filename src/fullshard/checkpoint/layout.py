@@ -69,13 +69,13 @@ class Layout:
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # the offsets and sizes of each
     copies: Copies  # the ranks that hold the same boxes
     order: tuple[int, ...] | None = None  # the order of the dims in memory, if this rank's part is one run of elements
-    is_ragged: bool = False  # whether it is cut only between blocks
+    keeps_blocks: bool = False  # whether it is cut only between blocks
 
     def of_inner(self, name: str, numel: int, inner: torch.Tensor) -> Layout | None:
-        """The layout of an inner tensor of state that was quantized by blocks, which a ragged parameter never cuts: its
+        """The layout of an inner tensor of state that was quantized by blocks, if the parameter keeps them whole: its
         elements belong to blocks of this rank's ``numel`` elements, or are a table that all parts share. ``None`` if
         that is not so."""
-        if not self.is_ragged or inner.ndim != 1:
+        if not self.keeps_blocks or inner.ndim != 1:
             return None
         if name in TABLES:
             return layout_of(inner)
@@ -98,7 +98,7 @@ class Layout:
 
     def inner_context(self, saved: Any, local: torch.Size) -> Any:
         """The context of a subclass with the shape ``local`` here, in place of that of the part that was saved."""
-        if not self.is_ragged or not isinstance(saved, list):
+        if not self.keeps_blocks or not isinstance(saved, list):
             return saved
         return [local if isinstance(each, torch.Size) else each for each in saved]
 
@@ -171,7 +171,7 @@ def _layout_on(
     sizes, start = box_of(shape, mesh, placements) if cut_twice else (local, tuple(offsets))
     copies = Copies((id(mesh), placements), number, count, math.prod(extent))
     boxes = ((start, sizes),) if math.prod(sizes) else ()
-    return Layout(shape, boxes, copies, is_ragged=is_ragged(placements))
+    return Layout(shape, boxes, copies, keeps_blocks=is_ragged(placements))
 
 
 def _layout_of_run(param: ShardedParameter, start: int, stop: int) -> Layout:

@@ -115,7 +115,7 @@ class GroupContext:
 
     def compute_dtype(self, param: ShardedParameter) -> torch.dtype:
         """The dtype in which a parameter is gathered. Integers and packed formats stay."""
-        wanted, dtype = self.policy_of(param).param_dtype, param.dtype
+        wanted, dtype = param.overridden_dtype or self.options.mp_policy.param_dtype, param.dtype
         return wanted if wanted is not None and dtype.is_floating_point and dtype.itemsize > 1 else dtype
 
     def policy_of(self, param: ShardedParameter) -> MixedPrecisionPolicy:

@@ -202,6 +202,8 @@ class ShardedParameter:
         self.spec = private.spec_of(self.sharded)  # type: ignore[arg-type]
         self.dtype = self.values.dtype
         self.extends = self.defines_gather(self.values)
+        if self.extends:  # no plan has it any more, nor its order in memory
+            self.cut = ParamShape(self.name, tuple(self.shape), self.dim).cut(self.data.shard_size)
 
     def update_grad_dtype(self) -> None:
         """Take over the ``grad_dtype`` of ``sharded``; if none was assigned to this object, assign the one known."""
