@@ -63,8 +63,9 @@ class Waits:
         self.beside: dict[threading.Thread, Wait] = {}  # what other threads wait for, each in an object of its own
         self.judged: tuple[int, str] = -1, ""  # which of its waits will not end, by ``count``, and why
         self.position: Callable[[], Position] = Position  # where it is
-        #: Is called before each wait of the training that goes through :func:`waiting`.
+        #: Called before a wait of the training through :func:`waiting`, until ``watched`` is the default process group.
         self.begin: Callable[[], object] = lambda: None
+        self.watched: Callable[[], object] = lambda: None
         #: Lets the other ranks know at once where it is, by the thread that trains.
         self.announce: Callable[[], object] = lambda: None
         #: Says what is known of the ranks of a process group after one was lost; waits for the news some seconds.
@@ -80,7 +81,7 @@ class Waits:
         """Note what the calling thread waits for now; returns what it waited for before."""
         thread = threading.current_thread()
         if thread is self.thread:
-            if wait is not None:
+            if wait is not None and self.watched() is not dist.group.WORLD:
                 self.begin()
             before, self.current = self.current, wait
             self.count += 1

@@ -45,8 +45,8 @@ _CUT_SHORT = (
 #: Bytes of gradients that are worth a reduction of their own.
 EARLY = 1 << 24
 
-#: Called when an outermost forward of a tree begins, after what users changed was noticed, with its unit.
-at_forwards: list[Callable[[Schedule, Scheduled], None]] = []
+#: Called once in the first outermost forward of each tree, with its unit, after what users changed was noticed.
+first_checks: list[Callable[[Schedule, Scheduled], None]] = []
 
 
 class Scheduled(Protocol):
@@ -97,7 +97,7 @@ class Schedule:
         self._is_awaited = False  # whether reductions that were finalized by hand have yet to be waited for
         self.after_optimizer: torch.Event | None = None
         self.outermost = root  # the unit of the last outermost forward
-        self.registrations = -1  # see :mod:`fullshard.strangers`
+        self.checks = [*first_checks]  # those that the next outermost forward makes
         self._position = partial(_position, weakref.ref(self))
 
     def begin_tree(self, module: nn.Module) -> None:
@@ -177,8 +177,8 @@ class Schedule:
         WAITS.position = self._position
         step.forwards += 1
         self._notice_changes()
-        for check in at_forwards:
-            check(self, unit)
+        while self.checks:
+            self.checks.pop(0)(self, unit)
         for group in self.groups():
             if group.shard.is_unmapped:
                 group.map_shared()
