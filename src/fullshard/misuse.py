@@ -22,7 +22,8 @@ from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.policies import warn
 from fullshard.schedule.hooks import when_sharded
-from fullshard.schedule.unit import Unit, UnitPhase
+from fullshard.schedule.states import IDLE
+from fullshard.schedule.unit import Unit
 from fullshard.torch_rules import on_scalar_read
 
 
@@ -62,7 +63,7 @@ def _sharded(unit: Unit, module: nn.Module) -> Iterator[tuple[str, ParamGroup, S
 
 def _refuse_outside(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook before a module's forward. A forward without tensors, or with DTensors, may read sharded parameters."""
-    if unit.phase is not UnitPhase.IDLE or is_dynamo_compiling():
+    if unit.state is not IDLE or is_dynamo_compiling():
         return
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     if not given or any(isinstance(each, DTensor) for each in given):

@@ -27,7 +27,8 @@ from fullshard.group.step import Action
 from fullshard.report.rank_trace import Lane, RankTrace, Span
 from fullshard.report.watching import Point, StepObserver, TimedMark, from_others
 from fullshard.schedule.schedule import Schedule
-from fullshard.schedule.unit import Unit, UnitPhase
+from fullshard.schedule.states import Backward
+from fullshard.schedule.unit import Unit
 from fullshard.torch_private import running_backward
 
 #: Schedules that are being recorded.
@@ -192,7 +193,7 @@ class Recorder(StepObserver):
         schedule, around = self.schedule, self.overrides.around
         around(schedule, "begin_forward", self._begin_forward)
         around(schedule, "end_forward", partial(self._end_pass, "forward"))
-        around(schedule.passes, "begin", self._begin_backward)
+        around(schedule, "begin_pass", self._begin_backward)
         around(schedule, "end_backward", partial(self._end_pass, "backward"))
 
     def _begin_kind(self, kind: str) -> None:
@@ -200,15 +201,15 @@ class Recorder(StepObserver):
         self._computing.clear()
         self._sample_memory(self._begun)
 
-    def _begin_forward(self, begin: Callable[..., bool], unit: Any) -> bool:
+    def _begin_forward(self, begin: Callable[..., None], unit: Any) -> None:
         if self.schedule.is_idle:
             self._begin_kind("forward")
-        return begin(unit)
+        begin(unit)
 
-    def _begin_backward(self, begin: Callable[..., None], kind: str, groups: Any) -> None:
+    def _begin_backward(self, begin: Callable[..., None], kind: str) -> None:
         if kind == "backward" and self.schedule.is_idle:
             self._begin_kind(kind)
-        begin(kind, groups)
+        begin(kind)
 
     def _end_pass(self, kind: str, end: Callable[..., None], *args: Any) -> None:
         end(*args)
@@ -248,7 +249,7 @@ class Recorder(StepObserver):
     def _before_forward(self, unit: Unit, name: str, before: Callable[..., Any], *args: Any) -> Any:
         result = before(*args)
         self._compute(
-            "recomputation" if running_backward() >= 0 or unit.phase is UnitPhase.BACKWARD else "forward", name
+            "recomputation" if running_backward() >= 0 or isinstance(unit.state, Backward) else "forward", name
         )
         return result
 
@@ -261,7 +262,7 @@ class Recorder(StepObserver):
         self._computed("recomputation", name)
 
     def _before_backward(self, unit: Unit, name: str, begin: Callable[..., None], schedule: Schedule) -> None:
-        is_first = unit.phase is not UnitPhase.BACKWARD
+        is_first = not isinstance(unit.state, Backward)
         begin(schedule)
         if is_first:
             self._compute("backward", name)

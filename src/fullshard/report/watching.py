@@ -211,7 +211,7 @@ class StepObserver:
 
     def observe_steps(self) -> None:
         """Call :meth:`end_step` from now on. Other overrides of the same methods must be in place before."""
-        self.overrides.around(self.schedule.passes, "begin", self._begin_pass)
+        self.overrides.around(self.schedule, "begin_pass", self._begin_pass)
         self.overrides.around(self.schedule, "end_backward", self._end_backward)
 
     def stepped(self, params: set[int]) -> None:
@@ -225,9 +225,9 @@ class StepObserver:
         end()
         self._end_if(not self._waiting)
 
-    def _begin_pass(self, begin: Callable[..., None], kind: str, groups: Any) -> None:
+    def _begin_pass(self, begin: Callable[..., None], kind: str) -> None:
         self._end_if(kind == "forward" and self.schedule.is_idle)
-        begin(kind, groups)
+        begin(kind)
 
     def _end_if(self, is_over: bool) -> None:
         if is_over and self._waiting is not None:
