@@ -366,7 +366,8 @@ class Schedule:
         """Wait for every reduction. An error leaves a backward that did not end."""
         try:
             self.comm.reductions.wait_for_oldest()
-            self.comm.reductions.hand_over_arrived()
+            if self.comm.reductions.arriving:
+                self.comm.reductions.hand_over_arrived()
         except BaseException:
             self.step.now = FINALIZE.get(self.step.now, self.step.now)
             raise
