@@ -381,7 +381,7 @@ MUTATIONS = (
     ),
     Mutation(
         "schedule/schedule.py",
-        'self.passes.leave("backward")',
+        'self.passes.end(f"the end of a {kind}")',
         "pass",
         "tests/fully_shard/test_shared_memory.py::test_after_a_backward_autograd_reads_nothing_that_ranks_share",
     ),
@@ -393,13 +393,13 @@ MUTATIONS = (
     ),
     Mutation(
         "schedule/unit.py",
-        "self._is_opaque |= differentiates and not found",
+        "forward.is_opaque |= differentiates and not found",
         "pass",
         "tests/parity/test_stale_reads.py::test_blocks_hand_on_what_no_hook_can_replace",
     ),
     Mutation(
         "schedule/unit.py",
-        "base.register_hook(hook)",
+        "base.register_hook(mark)",
         "pass",
         "tests/schedule/test_unit.py::test_an_operation_in_place_on_an_output_that_is_a_view",
     ),
@@ -411,8 +411,8 @@ MUTATIONS = (
     ),
     Mutation(
         "schedule/unit.py",
-        "            if not group.users:\n                group.reshard_after_backward()",
-        "            if True:\n                group.reshard_after_backward()",
+        "is not IDLE]:\n                group.reshard_after_backward()",
+        "is not IDLE] or True:\n                group.reshard_after_backward()",
         "tests/parity/test_parameters.py::test_parameters",
     ),
     Mutation(

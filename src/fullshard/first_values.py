@@ -19,7 +19,7 @@ from fullshard.group.mesh import DataMesh
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter
 from fullshard.group.verify import compare
-from fullshard.schedule.schedule import Schedule, Scheduled, at_forwards
+from fullshard.schedule.schedule import Schedule, Scheduled, first_checks
 from fullshard.torch_private import plain_parts
 
 _SAMPLES = 63  # odd, so that equal values do not cancel out
@@ -85,8 +85,6 @@ def _compare(schedule: Schedule, unit: Scheduled) -> None:
         ValueError: on every rank, if a parameter had different values on two ranks, and has them still.
     """
     found: dict[dist.ProcessGroup, list[tuple[str, int | None, int | None]]] = {}
-    if schedule.step.forwards > 1:
-        return
     for group in sorted(schedule.groups(), key=lambda group: group.tag):
         values, group.first_values = group.first_values, None
         if not isinstance(values, FirstValues):
@@ -120,7 +118,7 @@ def _compare(schedule: Schedule, unit: Scheduled) -> None:
                 raise error
 
 
-at_forwards.append(_compare)
+first_checks.append(_compare)
 
 
 def verify_values(params: Sequence[ShardedParameter], data: DataMesh) -> None:

@@ -19,7 +19,8 @@ from fullshard.comm.transport import Transfer
 from fullshard.comm.waits import Wait
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, chunk_views, local_tensor, whole_views
-from fullshard.schedule.unit import UnitPhase, unit_of
+from fullshard.schedule.states import IDLE
+from fullshard.schedule.unit import unit_of
 
 
 class FullParameters:
@@ -104,11 +105,10 @@ def summon_full_params(
     modules = module.modules() if recurse else (module,)
     units = dict.fromkeys(unit for each in modules if (unit := unit_of(each)) is not None)
     for unit in units:
-        if unit.phase is not UnitPhase.IDLE:
-            phase = unit.phase.name.lower()
+        if unit.state is not IDLE:
             raise RuntimeError(
-                f"summon_full_params was called while {unit!r} runs its {phase}: call it between steps; after an "
-                f"error in a step, first call reset_iter_state() on the root module, on every rank"
+                f"summon_full_params was called while {unit!r} runs its {unit.state.name}: call it between steps; "
+                f"after an error in a step, first call reset_iter_state() on the root module, on every rank"
             )
     kept: list[FullParameters] = []
     with ExitStack() as summoned:

@@ -23,8 +23,9 @@ from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.policies import warn
 from fullshard.schedule.hooks import when_sharded
-from fullshard.schedule.schedule import Schedule, Scheduled, at_forwards
-from fullshard.schedule.unit import Unit, UnitPhase
+from fullshard.schedule.schedule import Schedule, Scheduled, first_checks
+from fullshard.schedule.states import IDLE
+from fullshard.schedule.unit import Unit
 from fullshard.torch_private import non_persistent_buffers, version_of
 from fullshard.torch_rules import on_scalar_read
 
@@ -65,7 +66,7 @@ def _sharded(unit: Unit, module: nn.Module) -> Iterator[tuple[str, ParamGroup, S
 
 def _refuse_outside(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook before a module's forward. A forward without tensors, or with DTensors, may read sharded parameters."""
-    if unit.phase is not UnitPhase.IDLE or is_dynamo_compiling():
+    if unit.state is not IDLE or is_dynamo_compiling():
         return
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     if not given or any(isinstance(each, DTensor) for each in given):
@@ -105,8 +106,10 @@ def _refuse_plain(
 def note_emptied(unit: Unit, buffers: Iterable[tuple[nn.Module, str, str]]) -> None:
     """Note buffers of :func:`buffers_on_meta` that are on a device now, for a warning before the next forward."""
     unit.emptied += [(module._buffers.get(name), module, name, path) for module, name, path in buffers]
-    if unit.emptied and _warn_of_emptied not in at_forwards:
-        at_forwards.append(_warn_of_emptied)
+    if unit.emptied and _warn_of_emptied not in first_checks:
+        first_checks.append(_warn_of_emptied)
+    if unit.emptied and unit.schedule is not None:
+        unit.schedule.checks.append(_warn_of_emptied)
 
 
 def buffers_on_meta(module: nn.Module) -> list[tuple[nn.Module, str, str]]:

@@ -9,6 +9,7 @@ which an optimizer's parameters belong.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import plain_name
 from fullshard.policies import warn
-from fullshard.schedule.schedule import Schedule, Scheduled, at_forwards
+from fullshard.schedule.schedule import Schedule, Scheduled, first_checks
 from fullshard.schedule.unit import unit_of, units_in
 from fullshard.torch_private import replicated
 
@@ -131,21 +132,21 @@ def warn_of_added_parameters(modules: Sequence[nn.Module], groups: Sequence[Para
         )
 
 
-_registrations = 0  # of modules in modules, in the whole process
+_checked = weakref.WeakSet[Schedule]()  # the trees that were checked since a module was put into another
 
 
-def _count_registration(*_: object) -> None:
-    global _registrations
-    _registrations += 1
+def _check_again(*_: object) -> None:
+    """Check all trees again at their next forward: a module was put into another, of whichever model."""
+    while _checked:
+        _checked.pop().checks.append(_look_for_added)
 
 
 def _look_for_added(schedule: Schedule, unit: Scheduled) -> None:
     """Warn at the first forward of a tree, and at each one after modules were put into others."""
-    if schedule.registrations != _registrations:
-        schedule.registrations = _registrations
-        ignored = {param for each in schedule.units for param in each.ignored}
-        warn_of_added_parameters(unit.modules, schedule.groups(), ignored)
+    _checked.add(schedule)
+    ignored = {param for each in schedule.units for param in each.ignored}
+    warn_of_added_parameters(unit.modules, schedule.groups(), ignored)
 
 
-register_module_module_registration_hook(_count_registration)
-at_forwards.append(_look_for_added)
+register_module_module_registration_hook(_check_again)
+first_checks.append(_look_for_added)

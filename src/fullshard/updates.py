@@ -1,29 +1,18 @@
-"""Which parameters optimizers have changed since a forward, and the error for its backward.
+"""The error for a backward whose parameters an optimizer has changed since the forward.
 
 A backward gathers parameters anew, with the values that optimizers have given them meanwhile. Without sharding, torch
-raises an error then, by the versions of what autograd has saved. Here optimizers number their steps. Other writes to
-sharded parameters between a forward and its backward are seen by the backward, as with torch's ``fully_shard``.
+raises an error then, by the versions of what autograd has saved. Here optimizers number their steps, in
+:mod:`fullshard.optim.steps`. Other writes to sharded parameters between a forward and its backward are seen by the
+backward, as with torch's ``fully_shard``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from fullshard.group.context import GroupContext
 from fullshard.torch_private import running_node
-
-
-def note_update(groups: Iterable[GroupContext], params: Iterable[torch.Tensor]) -> None:
-    """Note a step of an optimizer that has ``params``, some of them of the groups. It changes those with gradients."""
-    changed = {id(param) for param in params if param.grad is not None}
-    for group in groups:
-        group.step.updates += 1
-        for param in group.params:
-            if id(param.sharded) in changed:
-                param.updated = group.step.updates
 
 
 def refuse_updated(groups: Sequence[GroupContext], before: int) -> None:

@@ -17,7 +17,7 @@ from fullshard import finite
 from fullshard.report import rank_observer
 from fullshard.report.rank_observer import FOLDER, RankObserver, start
 from fullshard.schedule import hooks
-from fullshard.schedule.schedule import at_forwards
+from fullshard.schedule.schedule import first_checks
 from tests.fully_shard.cases import inputs
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
@@ -41,7 +41,7 @@ def sharded_blocks() -> Any:
 
 @ranks(2)
 def test_a_job_that_trains_is_reported_from_its_begin_to_its_end(world: World, tmp_path: Path) -> None:
-    listeners, checks_before = len(hooks._listeners), [*at_forwards]
+    listeners, checks_before = len(hooks._listeners), [*first_checks]
     observer = RankObserver(tmp_path, steps=2)
     observer.begin()
     try:
@@ -62,7 +62,7 @@ def test_a_job_that_trains_is_reported_from_its_begin_to_its_end(world: World, t
     assert positions[0] == "while its first module is sharded"
     assert len(positions) > 1
     assert len(hooks._listeners) == listeners
-    assert at_forwards == checks_before
+    assert first_checks == checks_before
 
 
 @ranks(2)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from fullshard.group.step import Pass, Step
+from fullshard.group.step import Step
 from fullshard.schedule.passes import Passes
+from fullshard.schedule.schedule import Schedule
 
 
 class Barrier:
@@ -39,54 +40,45 @@ def group(
 
 
 def test_groups_of_the_same_ranks_wait_once_at_both_ends_of_a_pass() -> None:
-    step, barrier, transport = Step(), Barrier(), object()
-    passes = Passes(step)
+    barrier, transport = Barrier(), object()
     groups = [group(transport, barrier) for _ in range(3)]
-    passes.begin("forward", groups)
+    tree: Any = SimpleNamespace(step=Step(), passes=Passes(), _groups=groups)
+    Schedule.begin_pass(tree, "forward")
     assert barrier.calls == [("enter", "the beginning of a forward", 0, 0)]
     assert [(each.shard.published, each.full.reads) for each in groups] == [([True], [True])] * 3
-    passes.begin("backward", groups)  # inside of the forward: nothing was written since
-    step.end_pass("backward")
-    passes.leave("backward")
+    Schedule.begin_pass(tree, "backward")  # inside of the forward: nothing was written since
     assert len(barrier.calls) == 1
-    step.end_pass("forward")
-    passes.leave("forward")
+    tree.passes.end("the end of a forward")
     assert barrier.calls[1:] == [("leave", "the end of a forward")]
     assert [each.full.reads for each in groups] == [[True, False]] * 3
 
 
 def test_ranks_of_other_transports_have_barriers_of_their_own() -> None:
-    step, barriers = Step(), [Barrier(), Barrier()]
-    step.steps_before = step.optimizer_steps = 7
-    passes = Passes(step)
-    passes.begin("backward", [group(object(), each) for each in barriers])
+    barriers = [Barrier(), Barrier()]
+    Passes().begin("backward", [group(object(), each) for each in barriers], steps=7)
     assert [each.calls for each in barriers] == [[("enter", "the beginning of a backward", 1, 7)]] * 2
 
 
 def test_what_shares_no_memory_or_has_not_mapped_it_is_left_alone() -> None:
     barrier = Barrier()
-    passes = Passes(Step())
     groups = [group(object(), barrier, shares=False), group(object(), barrier, mapped=False)]
-    passes.begin("forward", groups)
+    tree: Any = SimpleNamespace(step=Step(), passes=Passes(), _groups=groups)
+    Schedule.begin_pass(tree, "forward")
     assert (barrier.calls, [each.full.reads for each in groups]) == ([], [[], []])
 
 
 def test_what_is_unsharded_already_is_neither_shown_nor_hidden() -> None:
-    step, barrier = Step(), Barrier()
-    passes = Passes(step)
+    barrier, passes = Barrier(), Passes()
     one = group(object(), barrier, unsharded=True)
-    passes.begin("forward", [one])
-    step.end_pass("forward")
-    passes.leave("forward")
+    passes.begin("forward", [one], steps=0)
+    passes.end("the end")
     assert (one.full.reads, len(barrier.calls)) == ([], 2)
 
 
 def test_a_pass_that_an_error_ends_waits_for_nobody() -> None:
-    step, barrier = Step(), Barrier()
-    passes = Passes(step)
+    barrier, passes = Barrier(), Passes()
     one = group(object(), barrier)
-    passes.begin("forward", [one])
-    passes.cancel()
-    assert step.now is Pass.NONE
+    passes.begin("forward", [one], steps=0)
+    passes.end()
     assert barrier.calls[1:] == [("give up",)]
     assert one.full.reads == [True, False]

@@ -14,7 +14,7 @@ import fullshard
 from fullshard.schedule import schedule
 from fullshard.schedule.unit import unit_of
 from tests.fully_shard.cases import Recorder, inputs, shard_mlp
-from tests.harness import World, ranks
+from tests.harness import World, fake_world, ranks
 from tests.harness.compare import whole
 from tests.harness.models import MLP, Transformer, seeded, shard_each
 from tests.harness.slow import slow
@@ -313,3 +313,11 @@ def test_checkpointing_inside_a_block_does_not_gather_it_again(world: World) -> 
     recorder = Recorder(model, "gather", "reuse")
     output.sum().backward()
     assert sorted(event.split()[1] for event in recorder.take()) == ["0", "1"]
+
+
+def test_a_forward_after_its_process_group_was_destroyed_is_refused() -> None:
+    with fake_world(2):
+        model = shard_mlp()
+        model(inputs())
+    with pytest.raises(RuntimeError, match=r"was destroyed .*: shard the model again after init_process_group"):
+        model(inputs())

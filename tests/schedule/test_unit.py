@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard.group.full_buffer import RELEASED
+from fullshard.schedule.states import IDLE
 from fullshard.schedule.unit import schedule_of, unit_of, units_in
 from tests.fully_shard.cases import assert_close, groups_of, inputs, twins
 from tests.harness import World, ranks
@@ -273,7 +274,7 @@ def test_outputs_that_are_leaves_get_no_hooks(world: World) -> None:
     for _ in range(3):
         sum(output.sum() for output in model(inputs().requires_grad_())).backward()
         assert not latent._backward_hooks
-        assert not unit_of(model)._in_backward  # type: ignore[union-attr]
+        assert unit_of(model).state is IDLE  # type: ignore[union-attr]
 
 
 @ranks(2)

@@ -65,8 +65,9 @@ class Waits:
         #: Are told each wait of the training that has ended, and its begin and end, in nanoseconds of ``clock``.
         self.listeners: list[Callable[[Wait, int, int], object]] = []
         self.clock = time.monotonic_ns
-        #: Is called before each wait of the training that goes through :func:`waiting`.
+        #: Called before a wait of the training through :func:`waiting`, until ``watched`` is the default process group.
         self.begin: Callable[[], object] = lambda: None
+        self.watched: Callable[[], object] = lambda: None
         #: Lets the other ranks know at once where it is, by the thread that trains.
         self.announce: Callable[[], object] = lambda: None
         #: Says what is known of the ranks of a process group after one was lost; waits for the news some seconds.
@@ -87,7 +88,7 @@ class Waits:
         """Note what the calling thread waits for now; returns what it waited for before."""
         thread = threading.current_thread()
         if thread is self.thread:
-            if wait is not None:
+            if wait is not None and self.watched() is not dist.group.WORLD:
                 self.begin()
             before, self.current = self.current, wait
             self.count += 1

@@ -182,8 +182,7 @@ class ModuleParameters:
     def keep_writes(self, wholes: Callable[[], Mapping[int, torch.Tensor]]) -> None:
         """Copy this rank's part of what users wrote to unsharded parameters since the last pass to the shard.
         ``wholes`` are the memory of the leaves, by index: one that was given other data gets it back."""
-        if self.left is None:
-            return
+        assert self.left is not None
         left, now = self.left, list(map(_version_and_address, self.unsharded))
         moved = list[tuple[int, Any]]()
         self._agree_on_training()

@@ -51,7 +51,7 @@ class ParamGroup(GroupContext):
         gradients: the gradients that are not in ``param.grad`` yet.
         module_params: what the modules show.
         summoned: the full parameters that modules show instead, if ``summon_full_params`` put some there.
-        users: the units that need it unsharded now; several if parameters are tied across groups.
+        users: the units that need it while they run; several if parameters are tied across groups.
     """
 
     module_params_class = ModuleParameters
@@ -62,7 +62,7 @@ class ParamGroup(GroupContext):
         #: 4,095 copies the first tag comes again.
         self._copy_tags = itertools.cycle(range(self.tag + _TAGS_APART, _MOST_TAG, _TAGS_APART))
         self.has_custom_communication = False
-        self.users: set[object] = set()
+        self.users: set[Any] = set()
         self.summoned: Summoned | None = None
         #: Whether the last forward left it unsharded although nobody asked for that. The next one gathers it again, as
         #: the shards may have been written without a trace.

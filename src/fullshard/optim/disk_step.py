@@ -23,7 +23,6 @@ from fullshard.disk.tensor import DiskTensor, in_memory_order
 from fullshard.group.owners import owner_of
 from fullshard.group.parameter import ShardedParameter, local_tensor
 from fullshard.torch_private import (
-    STEP_HOOKS,
     altered_spec,
     choose_grad_dtype,
     chosen_grad_dtype,
@@ -31,6 +30,7 @@ from fullshard.torch_private import (
     spec_of,
 )
 
+SubstituteFor = Callable[[Optimizer, Iterable[Sequence[torch.Tensor]], defaultdict[Any, Any]], Optimizer]
 #: Tensors that a step has of each parameter: the value, the gradient, and the state of AdamW.
 _TENSORS = 4
 
@@ -124,13 +124,14 @@ class DiskStep:
 
     Args:
         params: the parameters, each with the index of its group in the optimizer.
+        substitute_for: makes an optimizer like another that has other parameters, and their state.
     """
 
     _last: ClassVar[weakref.ref[DiskStep] | None] = None  # the one that stepped last
     _reader: ClassVar[weakref.ref[DiskStep] | None] = None  # the one for which something is read ahead
 
-    def __init__(self, params: Mapping[torch.Tensor, int]) -> None:
-        self._params = params
+    def __init__(self, params: Mapping[torch.Tensor, int], substitute_for: SubstituteFor) -> None:
+        self._params, self._substitute_for = params, substitute_for
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._following: weakref.ref[DiskStep] | None = None
         self._ahead: list[_Piece] = []
@@ -154,7 +155,10 @@ class DiskStep:
                 following._read_ahead()
             for piece in bucket:
                 DiskWork.of(piece.reads).wait()
-            step(_optimizer_of(optimizer, bucket))
+            groups = range(len(optimizer.param_groups))
+            params = [[piece.twin for piece in bucket if piece.group == at] for at in groups]
+            state = defaultdict[Any, Any](dict, {piece.twin: piece.state for piece in bucket})
+            step(self._substitute_for(optimizer, params, state))
             for piece in bucket:
                 piece.store(states[piece.param])
 
@@ -239,19 +243,6 @@ def twin_of(param: DTensor, values: torch.Tensor) -> nn.Parameter:
     return twin
 
 
-def substitute_for(
-    optimizer: Optimizer, params: Iterable[Sequence[torch.Tensor]], state: defaultdict[Any, Any]
-) -> Optimizer:
-    """An optimizer like ``optimizer``, without its hooks, that has other parameters in its groups, and their state."""
-    substitute = object.__new__(type(optimizer))
-    substitute.__dict__.update(optimizer.__dict__, **{name: {} for name in STEP_HOOKS})
-    substitute.state = state
-    substitute.param_groups = [
-        {**group, "params": own} for group, own in zip(optimizer.param_groups, params, strict=True)
-    ]
-    return substitute
-
-
 def is_on_disk(param: object) -> TypeGuard[DTensor]:
     """Whether the optimizer's state of a parameter is on a disk."""
     owner = owner_of(param) if isinstance(param, DTensor) else None
@@ -311,12 +302,6 @@ def _load(bucket: list[_Piece], states: Mapping[Any, Any]) -> list[_Piece]:
 
 def _numbers_copied(state: dict[str, Any], local: torch.Tensor) -> dict[str, Any]:
     return {name: value if _is_elementwise(value, local) else _copied(value) for name, value in state.items()}
-
-
-def _optimizer_of(optimizer: Optimizer, bucket: Sequence[_Piece]) -> Optimizer:
-    """An optimizer like ``optimizer`` that has only these pieces."""
-    params = [[piece.twin for piece in bucket if piece.group == at] for at in range(len(optimizer.param_groups))]
-    return substitute_for(optimizer, params, defaultdict(dict, {piece.twin: piece.state for piece in bucket}))
 
 
 def step_of(cls: type[Optimizer]) -> Callable[[Optimizer], object]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -33,7 +33,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from fullshard import torch_private
 from fullshard.group.owners import owner_of
 from fullshard.group.parameter import ShardedParameter, local_tensor
-from fullshard.optim.disk_step import DiskStep, is_on_disk, step_of, substitute_for, twin_of
+from fullshard.optim.disk_step import DiskStep, is_on_disk, step_of, twin_of
 from fullshard.ragged import is_ragged
 from fullshard.torch_private import local_of, spec_of
 
@@ -127,11 +127,11 @@ class _LocalStep:
         if not self._lend(optimizer):
             self._take_back()
             return None
-        if self._on_disk:
+        if self._disk_step is not None:
             self._disk_step.run(optimizer)
         if self._on_device:  # its kernels run while the CPU updates the rest
-            step_of(type(optimizer))(substitute_for(optimizer, self._on_device, self._state))
-        substitute = substitute_for(optimizer, self._substitutes, self._state)
+            step_of(type(optimizer))(_substitute_for(optimizer, self._on_device, self._state))
+        substitute = _substitute_for(optimizer, self._substitutes, self._state)
         # The substitute is freed after the step. If the step raises, that is what ends it.
         self._running = weakref.ref(substitute, partial(self._abandon, weakref.ref(optimizer)))
         return (substitute, *args[1:]), kwargs
@@ -157,7 +157,7 @@ class _LocalStep:
         self._by_param, self._lent = {}, []
         twins: dict[Any, _Link] = {}
         self._on_disk = {each: at for at, group in enumerate(groups) for each in filter(is_on_disk, group)}
-        self._disk_step = DiskStep(self._on_disk)
+        self._disk_step = DiskStep(self._on_disk, _substitute_for) if self._on_disk else None
         if self._needs_whole:
             _check_parts(self._name, _sharded(groups), None)
         if self._on_disk and not self._is_elementwise:
@@ -260,6 +260,19 @@ class _LocalStep:
                 user_state[param] = entry
             else:
                 user_state[param] = _shown("", mine, before.get(param), link)
+
+
+def _substitute_for(
+    optimizer: Optimizer, params: Iterable[Sequence[torch.Tensor]], state: defaultdict[Any, Any]
+) -> Optimizer:
+    """An optimizer like ``optimizer``, without its hooks, that has other parameters in its groups, and their state."""
+    substitute = object.__new__(type(optimizer))
+    substitute.__dict__.update(optimizer.__dict__, **{name: {} for name in torch_private.STEP_HOOKS})
+    substitute.state = state
+    substitute.param_groups = [
+        {**group, "params": own} for group, own in zip(optimizer.param_groups, params, strict=True)
+    ]
+    return substitute
 
 
 def _cut_again(optimizer: Optimizer, name: str, value: DTensor, spec: torch_private.DTensorSpec) -> DTensor:

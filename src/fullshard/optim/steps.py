@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fullshard.device import CPU, streams_of
 from fullshard.group.context import GroupContext
+from fullshard.group.full_buffer import State
 from fullshard.group.owners import owner_of
 from fullshard.group.param_group import ParamGroup
 from fullshard.optim.disk_step import offload_state
@@ -28,7 +29,6 @@ from fullshard.optim.local_step import prepare_step
 from fullshard.policies import warn
 from fullshard.strangers import strangers_of
 from fullshard.torch_private import local_of, only_makes_state, running_backward, set_local
-from fullshard.updates import note_update
 
 #: For each optimizer that was checked, the ids of its parameters, and their groups. (Parameters may refer to the
 #: optimizer by their hooks, and would keep it alive.)
@@ -60,28 +60,39 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for check in checks:
         check(optimizer, groups)
+    is_between_passes = running_backward() < 0
     for group in groups:
-        if isinstance(group, ParamGroup) and running_backward() < 0:
-            group.keep_writes()  # before the step writes too
-            group.leave_unsharded()  # what modules show would be old
+        if isinstance(group, ParamGroup) and is_between_passes:
+            if group.module_params.left is not None:
+                group.keep_writes()  # before the step writes too
+            if group.full.state is State.UNSHARDED:
+                group.leave_unsharded()  # what modules show would be old
             if group.gradients.shown.grads:
                 group.gradients.hide()  # the step leaves out what waits, which is kept
         group.writes += 1  # counted here too, because no hook runs after a step that raises
     # In a backward, and where a rank has no state to save, the number of steps differs between ranks.
-    if running_backward() < 0 and not only_makes_state(optimizer, kwargs):
+    if is_between_passes and not only_makes_state(optimizer, kwargs):
         for step in {id(group.step): group.step for group in groups}.values():
             step.count_step(optimizer)
-    _move_state(optimizer, groups, to_device=True)
+    if any(group.offloaded.state for group in groups):
+        _move_state(optimizer, groups, to_device=True)
     prepare_step(optimizer)
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = _groups_of(optimizer)
-    if not only_makes_state(optimizer, kwargs):
-        note_update(groups, chain.from_iterable(map(_params, optimizer.param_groups)))
-    for group in groups:  # foreach optimizers on DTensors do not change versions when they write
-        group.writes += 1
-    _move_state(optimizer, groups, to_device=False)
+    if not groups:
+        return
+    params = () if only_makes_state(optimizer, kwargs) else chain.from_iterable(map(_params, optimizer.param_groups))
+    changed = {id(param) for param in params if param.grad is not None}
+    for group in groups:
+        group.writes += 1  # foreach optimizers on DTensors do not change versions when they write
+        group.step.updates += bool(changed)
+        for param in group.params:
+            if id(param.sharded) in changed:
+                param.updated = group.step.updates
+    if any(group.offloaded.state for group in groups):
+        _move_state(optimizer, groups, to_device=False)
     if any(group.offloaded.disk is not None for group in groups):
         offload_state(optimizer)
 
@@ -141,8 +152,6 @@ def _warn_of_parts(optimizer: Optimizer, groups: Iterable[GroupContext]) -> None
 
 def _move_state(optimizer: Optimizer, groups: list[GroupContext], to_device: bool) -> None:
     """Move offloaded state to the device for a step, or back to the CPU."""
-    if not any(group.offloaded.state for group in groups):
-        return
     for param, state in optimizer.state.items():
         owner = owner_of(param) if isinstance(param, torch.Tensor) else None
         if owner is None or not owner[0].offloaded.moves_state(owner[1]):

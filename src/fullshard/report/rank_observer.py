@@ -38,7 +38,7 @@ from fullshard.report.environment import Check, check_environment
 from fullshard.report.explain import explain
 from fullshard.report.profile import Trace, profile
 from fullshard.schedule import hooks
-from fullshard.schedule.schedule import Schedule, Scheduled, at_forwards
+from fullshard.schedule.schedule import Schedule, Scheduled, first_checks
 from fullshard.schedule.unit import Unit
 
 #: Environment variables: the directory for the ranks' files, and how many steps are observed.
@@ -77,7 +77,7 @@ class RankObserver:
         self._replace(finite, "_expect_finite", self._expect_finite)
         self._replace(steps, "strangers_of", self._find_strangers)
         hooks.when_sharded(self._sharded)
-        at_forwards.append(self._begin_forward)
+        first_checks.append(self._begin_forward)
         self.report("begin", pid=os.getpid(), ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def _replace(self, module: ModuleType, name: str, function: Callable[..., Any]) -> None:
@@ -91,7 +91,10 @@ class RankObserver:
             self._detector.remove()
         while self._replaced:
             setattr(*self._replaced.pop())
-        listening: list[tuple[list[Any], Any]] = [(hooks._listeners, self._sharded), (at_forwards, self._begin_forward)]
+        listening: list[tuple[list[Any], Any]] = [
+            (hooks._listeners, self._sharded),
+            (first_checks, self._begin_forward),
+        ]
         if self._schedule is not None:
             listening.append((self._schedule.log.listeners, self._logged))
         for listeners, listener in listening:

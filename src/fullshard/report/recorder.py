@@ -27,7 +27,7 @@ from fullshard.group.step import Action
 from fullshard.report.rank_trace import Lane, RankTrace, Span
 from fullshard.report.watching import Point, StepObserver, TimedMark, from_others
 from fullshard.schedule.schedule import Schedule
-from fullshard.schedule.unit import UnitPhase
+from fullshard.schedule.states import Backward
 from fullshard.torch_private import running_backward
 
 #: Schedules that are being recorded.
@@ -197,7 +197,7 @@ class Recorder(StepObserver):
             self._computing.clear()
             self._sample_memory(self._begun)
         elif action in ("forward", "backward") and subject in self._units:
-            recomputes = running_backward() >= 0 or (flag and subject.phase is UnitPhase.BACKWARD)
+            recomputes = running_backward() >= 0 or (flag and isinstance(subject.state, Backward))
             what = "recomputation" if action == "forward" and recomputes else action
             (self._compute if flag else self._computed)(what, self._units[subject])
 

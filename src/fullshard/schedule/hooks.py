@@ -6,32 +6,10 @@ A hook is a partial function of its unit, so that a deep copy of a module gets h
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-import torch.nn as nn
-from torch.compiler import disable, is_dynamo_compiling
-
-from fullshard.schedule.unit import Unit
-from fullshard.torch_private import compiler_callback
-
-
-def _pre_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if is_dynamo_compiling() or compiler_callback() is not None:
-        return _outside_graphs()(unit, "pre_forward", module, args, kwargs)
-    return unit.pre_forward(module, args, kwargs)
-
-
-def _post_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    if is_dynamo_compiling() or compiler_callback() is not None:
-        return _outside_graphs()(unit, "post_forward", module, args, output)
-    return unit.post_forward(module, args, output)
-
-
-@cache
-def _outside_graphs() -> Callable[..., Any]:
-    """Makes a caller of a unit's methods outside of compiled graphs: what these do to parameters cannot be traced."""
-    return disable(lambda unit, method, *args: getattr(unit, method)(*args))
+from fullshard.schedule.unit import Unit, outside_graphs, run_hook
 
 
 def _reshard(unit: Unit, *args: Any, **kwargs: Any) -> None:
@@ -58,11 +36,11 @@ def when_sharded(listener: Callable[[Unit], None]) -> Callable[[Unit], None]:
 
 def attach(unit: Unit) -> None:
     """Register the hooks of ``unit`` on its modules."""
-    _outside_graphs()
+    outside_graphs()
     for module in unit.modules:
         module.__dict__["_fullshard_unit"] = unit
-        module.register_forward_pre_hook(partial(_pre_forward, unit), prepend=True, with_kwargs=True)
-        module.register_forward_hook(partial(_post_forward, unit))
+        module.register_forward_pre_hook(partial(run_hook, unit, "pre_forward"), prepend=True, with_kwargs=True)
+        module.register_forward_hook(partial(run_hook, unit, "post_forward"))
     holders = {location.module: None for group in unit.groups for param in group.params for location in param.locations}
     for module in holders:
         module.register_state_dict_pre_hook(partial(_reshard, unit))

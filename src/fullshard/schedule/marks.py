@@ -7,9 +7,9 @@ on each of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,16 +23,10 @@ from fullshard.torch_private import (
     version_of,
 )
 
+#: A method of a unit that is told of a backward, with its use and a gradient.
+Tell = Callable[[Any, torch.Tensor | None], None]
 #: Inputs that are marked, their aliases, and their versions before: none.
 NONE: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], list[int]] = (), (), []
-
-
-class Marked(Protocol):
-    """The part of a :class:`~fullshard.schedule.unit.Unit` that marks tell."""
-
-    def pre_backward(self, use: Any, grad: torch.Tensor | None) -> None: ...
-    def post_backward(self, use: Any) -> None: ...
-    def differentiate(self, use: Any, grad: torch.Tensor | None) -> None: ...
 
 
 class _Mark(torch.autograd.Function):
@@ -66,14 +60,15 @@ class EndOfBackward(_Mark):
             return (None, None, *grads)
         with outside_transforms():
             ctx.unit.post_backward(ctx.use)
-        return (None, None, *(None if grad is None else mark_gradient(ctx.unit, ctx.use, grad) for grad in grads))
+        tell = ctx.unit.differentiate
+        return (None, None, *(None if grad is None else mark_gradient(tell, ctx.use, grad) for grad in grads))
 
 
 mark_plain = plain_apply(EndOfBackward)  # outside of transforms
 
 
 class Told(_Mark):
-    """Marks tensors under a transform. When one has a gradient, a method of a unit, in the unit's place, is told."""
+    """Marks tensors under a transform. When one has a gradient, a method of a unit is told, in the unit's place."""
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
@@ -86,22 +81,22 @@ def may_require_grad(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def mark_outputs(unit: Marked, use: object, output: Any) -> Any:
+def mark_outputs(tell: Tell, use: object, output: Any) -> Any:
     """Mark the outputs of a unit under a transform: when one has a gradient, the backward of the unit begins."""
     found = list(filter(may_require_grad, tree.tensors(output)))
-    marked = dict(zip(map(id, found), Told.apply(unit.pre_backward, use, *found), strict=True))  # type: ignore[no-untyped-call]
+    marked = dict(zip(map(id, found), Told.apply(tell, use, *found), strict=True))  # type: ignore[no-untyped-call]
     return tree.map_tensors(lambda tensor: marked.get(id(tensor), tensor), output)
 
 
-def mark_gradient(unit: Marked, use: object, grad: torch.Tensor) -> torch.Tensor:
+def mark_gradient(tell: Tell, use: object, grad: torch.Tensor) -> torch.Tensor:
     """Mark the gradient of an input if it was computed to be differentiated (``create_graph=True``).
 
     A backward through this backward comes here first, and then reads what the backward read.
     """
     if transforms_are_active():
-        return Told.apply(unit.differentiate, use, grad)[0]  # type: ignore[no-untyped-call]
+        return Told.apply(tell, use, grad)[0]  # type: ignore[no-untyped-call]
     if grad.grad_fn is not None:  # a leaf would keep the hook, and depends on nothing
-        grad.register_hook(partial(unit.differentiate, use))
+        grad.register_hook(partial(tell, use))
     return grad
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -32,12 +32,13 @@ from fullshard.group.strategy import Placement
 from fullshard.schedule import checks
 from fullshard.schedule.order import Order
 from fullshard.schedule.passes import Passes
+from fullshard.schedule.states import Idle
 from fullshard.schedule.step_log import StepLog
-from fullshard.torch_private import call_after_backward, make_fx_mode, running_backward
+from fullshard.torch_private import call_after_backward, make_fx_mode, process_groups, running_backward, version_of
 
 #: What to do after an error. The schedule does not do this unasked: a rank that goes on alone could gather one layer
 #: while other ranks gather a different one. If the sizes agree, it would compute with wrong weights.
-_CUT_SHORT = (
+CUT_SHORT = (
     "{} did not end, probably because of an error in it: look at that error first, then call reset_iter_state() on "
     "the root module, on every rank, before the next forward"
 )
@@ -45,15 +46,15 @@ _CUT_SHORT = (
 #: Bytes of gradients that are worth a reduction of their own.
 EARLY = 1 << 24
 
-#: Called when an outermost forward of a tree begins, after what users changed was noticed, with its unit.
-at_forwards: list[Callable[[Schedule, Scheduled], None]] = []
+#: Called once in the first outermost forward of each tree, with its unit, after what users changed was noticed.
+first_checks: list[Callable[[Schedule, Scheduled], None]] = []
 
 
 class Scheduled(Protocol):
     """The part of a :class:`~fullshard.schedule.unit.Unit` that a schedule uses."""
 
     modules: tuple[nn.Module, ...]
-    to_run: set[nn.Module]
+    state: Idle
     finalizes_by_hand: bool
     groups: list[ParamGroup]
     ignored: set[int]
@@ -84,7 +85,7 @@ class Schedule:
         self.comm = CommContext(device)
         self.step = Step(self.begin_backward)
         self.step.log = self.log = StepLog(device, self.step, self._process_groups)
-        self.passes = Passes(self.step)
+        self.passes = Passes()
         self.order: Order[ParamGroup] = Order()
         #: Checks the gradients of a group, before or after they are reduced; see :mod:`fullshard.finite`.
         self.inspect: Callable[[ParamGroup, bool], None] | None = None
@@ -97,7 +98,7 @@ class Schedule:
         self._is_awaited = False  # whether reductions that were finalized by hand have yet to be waited for
         self.after_optimizer: torch.Event | None = None
         self.outermost = root  # the unit of the last outermost forward
-        self.registrations = -1  # see :mod:`fullshard.strangers`
+        self.checks = [*first_checks]  # those that the next outermost forward makes
         self._position = partial(_position, weakref.ref(self))
 
     def begin_tree(self, module: nn.Module) -> None:
@@ -116,14 +117,14 @@ class Schedule:
                     location = param.locations[0]
                     param.rename(plain_name(f"{names.get(id(location.module), '')}.{location.name}"))
         self.size_slots()
-        if self.device == CPU and not any(group.offloaded.disk is not None for group in self.groups()):
+        if self.device == CPU and not any(group.offloaded.disk is not None for group in self._groups):
             # The reduced gradients, those of autograd that wait to be taken, and activations of a similar size.
-            largest = max([group.full.buffer.nbytes for group in self.groups()], default=0)
-            keep_freed(self, 2 * sum(group.shard.nbytes for group in self.groups()) + 4 * largest)
+            largest = max([group.full.buffer.nbytes for group in self._groups], default=0)
+            keep_freed(self, 2 * sum(group.shard.nbytes for group in self._groups) + 4 * largest)
 
     def size_slots(self) -> None:
         """Make ordinary slots as large as the largest group that takes turns."""
-        for group in self.groups():
+        for group in self._groups:
             options, buffer, pool = group.options, group.full.buffer, group.parameter_pool
             stays = options.strategy.after_forward is Placement.REPLICATED or options.keep_unsharded_storage
             buffer.takes_turns = not stays
@@ -134,7 +135,7 @@ class Schedule:
     def free_buffers(self) -> int:
         """Free the buffers kept for the next step, and the transports' staging; returns the bytes freed."""
         nbytes = sum(pool.drop() for pool in self.comm.pools.values()) + SHARED.drop()
-        for transport in {group.reduce_transport for group in self.groups()}:
+        for transport in {group.reduce_transport for group in self._groups}:
             transport.close_peers_buffers()
         if is_host(self.device):
             return_freed()
@@ -143,9 +144,8 @@ class Schedule:
     def groups(self) -> list[ParamGroup]:
         return self._groups
 
-    def begin_forward(self, unit: Scheduled) -> bool:
-        """The forward of ``unit`` begins; returns whether it is the outermost one. Raises RuntimeError if an error cut
-        an earlier forward or backward short."""
+    def begin_forward(self, unit: Scheduled) -> None:
+        """The forward of ``unit`` begins. Raises RuntimeError if an error cut an earlier forward or backward short."""
         step = self.step
         if make_fx_mode() is not None:
             raise RuntimeError(
@@ -153,48 +153,73 @@ class Schedule:
                 f"parameters, where other values will lie. Use torch.func.jvp, or trace the model before it is sharded"
             )
         if step.now.has_backward:
-            cut_short = _CUT_SHORT.format(f"a backward of {self.root!r}")
+            cut_short = CUT_SHORT.format(f"a backward of {self.root!r}")
             raise RuntimeError(f"{cut_short}. The gradients of that step are lost")
         if step.now is Pass.FORWARD:
             if unit is self.outermost or unit is self.root:
-                self.refuse_forward(self.outermost)
-            return False
+                raise RuntimeError(CUT_SHORT.format(f"the forward of {self.outermost!r}"))
+            return
         if self._is_awaited:
             raise RuntimeError(
                 f"the gradient reduction of {self.root!r} must be waited on before the next forward: call "
                 f"wait() on the handle that finalize_backward(async_op=True) returned"
             )
         self.log.check()
-        checks.check_process_groups(self._process_groups)
-        is_first = step.forwards == 0
-        if is_first:
-            checks.check_first_forward(unit.modules, self.groups())
-            self.log.announce_calls(self.groups())
+        if not {*self._process_groups} <= {*process_groups()}:
+            raise RuntimeError(
+                "a process group over which parameters are sharded was destroyed (destroy_process_group): shard the "
+                "model again after init_process_group"
+            )
+        if step.forwards == 0:
+            checks.check_first_forward(unit.modules, self._groups)
+            self.log.announce_calls(self._groups)
         WAITS.position = self._position
         step.forwards += 1
         self._notice_changes()
-        for check in at_forwards:
-            check(self, unit)
-        for group in self.groups():
-            if group.shard.is_unmapped:
-                group.map_shared()
+        while self.checks:
+            self.checks.pop(0)(self, unit)
         self.outermost = unit
-        self.passes.begin("forward", self.groups())
+        self.begin_pass("forward")
         self.order.begin_forward()
-        return True
+
+    def begin_pass(self, kind: Kind) -> None:
+        """Begin a pass."""
+        is_outermost = self.step.now is Pass.NONE
+        self.step.begin_pass(kind)
+        if is_outermost and self.log.listeners:
+            self.log("begin", kind)
+        shared = [group for group in self._groups if group.shard.shared is not None and not group.shard.is_unmapped]
+        if shared and is_outermost:
+            self.passes.begin(kind, shared, self.step.steps_before)
+
+    def _check_pass(self, kind: Kind) -> None:
+        """End a pass with the other ranks, and raise RuntimeError if ranks differed in it and its results may be used,
+        or if a leaf that somebody kept was written while it was sharded."""
+        if self.passes.groups and self.is_idle:
+            self.passes.end(f"the end of a {kind}")
+        if self.log.listeners:
+            self.log("end", kind)
+        if kind == "backward" or not torch.is_grad_enabled():
+            self.log.check()
+        for group in self._groups:
+            full = group.full
+            if full.state is State.SHARDED and full.versions_set != (*map(version_of, full.leaves),):
+                full.refuse_stale_writes()
 
     def _notice_changes(self) -> None:
         """Notice what users did to the parameters since the last step, and let gathers wait for that."""
         event, self.after_optimizer = self.after_optimizer, None
-        if self.comm.forget_marks_at_capture():
+        if self.has_streams and self.comm.forget_marks_at_capture():
             event = None
-        writes = [group.writes for group in self.groups()] if event is not None else []
-        for group in self.groups():
+        writes = [group.writes for group in self._groups] if event is not None else []
+        for group in self._groups:
             group.notice_changes()
             group.module_params.left = None
-        if event is not None and writes == [group.writes for group in self.groups()]:
+            if group.shard.is_unmapped:
+                group.map_shared()
+        if event is not None and writes == [group.writes for group in self._groups]:
             self.step.written = EventMark(event, self.device)
-        else:  # the values of replaced parameters were copied just now
+        elif self.has_streams:  # the values of replaced parameters were copied just now
             self.step.written = mark_now(self.device)
 
     @property
@@ -202,13 +227,9 @@ class Schedule:
         """Whether no forward and no backward runs, or was cut short by an error."""
         return self.step.now is Pass.NONE
 
-    def refuse_forward(self, unit: Scheduled) -> NoReturn:
-        """Raise RuntimeError: ``unit`` is still in an earlier forward."""
-        raise RuntimeError(_CUT_SHORT.format(f"the forward of {unit!r}"))
-
     def end_forward(self, mark: object | None) -> None:
         """The outermost forward ended; ``mark`` lives as long as autograd's graph of it, ``None`` if it has none."""
-        for group in self.groups():
+        for group in self._groups:
             if group.full.state is State.GATHERING:  # gathered ahead for a forward that did not come
                 group.reshard()
         is_last = mark is None or not self.outermost.modules[0].training  # probably no backward follows
@@ -222,15 +243,13 @@ class Schedule:
         if mark is not None:
             self._last_forward = weakref.ref(mark)
         self.step.end_pass("forward")
-        self.passes.leave("forward")
         self.log.end_pass("forward")
-        if not torch.is_grad_enabled():
-            self.log.check()
         for unit in self.units:
-            if unit.to_run:  # modules of a list that have not run, or of a unit whose error the model caught
+            if unit.state.to_run:  # modules of a list that have not run, or of a unit whose error the model caught
                 unit.end_forward(self)
-        checks.check_stale_writes(self._groups)
-        self.comm.give_back_memory()
+        self._check_pass("forward")
+        if self.has_streams:
+            self.comm.give_back_memory()
 
     def prefetch_forward(self, unit: Scheduled) -> None:
         """Gather ahead the groups that follow those of ``unit``."""
@@ -245,13 +264,13 @@ class Schedule:
             self.log.check()
             WAITS.position = self._position
             self._backward_began, self._last_forward = True, None
-            for group in self.groups():
+            for group in self._groups:
                 if group.module_params.left is not None:
                     group.keep_writes()
                     group.module_params.left = None
             early = () if self.root.finalizes_by_hand else self.root.groups
             self.reduces_early = [group for group in early if group.gradients.may_come_in_parts]
-            self.passes.begin("backward", self.groups())
+            self.begin_pass("backward")
             call_after_backward(self.end_backward)
 
     def prefetch_backward(self, unit: Scheduled) -> None:
@@ -277,7 +296,7 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Reduce what still waits, wait for every reduction, and leave every group as a next step expects it."""
-        if self.is_last_backward:
+        if self.is_last_backward and self.has_streams:
             self.comm.give_back_memory()  # the root's gradients come next, when the blocks need theirs no more
         for unit in reversed(self.units):
             unit.end_backward(self)
@@ -285,9 +304,7 @@ class Schedule:
         self.log.end_pass("backward")
         if self.is_last_backward and not self.root.finalizes_by_hand:
             self._end_step()
-        self.passes.leave("backward")
-        self.log.check()
-        checks.check_stale_writes(self._groups)
+        self._check_pass("backward")
 
     def check_finalization(self, by_hand: bool) -> None:
         """Raise RuntimeError if the choice to finalize ``by_hand``, or not, would change in a backward or after it."""
@@ -323,7 +340,7 @@ class Schedule:
             )
         before = self.step.now
         self.step.now = FINALIZE[before]  # an error leaves it so
-        for group in reversed(self.groups()):
+        for group in reversed(self._groups):
             group.gradients.take_left()
             if group.options.strategy.reduces:
                 self.reduce(group)
@@ -349,15 +366,17 @@ class Schedule:
         """Wait for every reduction. An error leaves a backward that did not end."""
         try:
             self.comm.reductions.wait_for_oldest()
-            self.comm.reductions.hand_over_arrived()
+            if self.comm.reductions.arriving:
+                self.comm.reductions.hand_over_arrived()
         except BaseException:
             self.step.now = FINALIZE.get(self.step.now, self.step.now)
             raise
         if self.inspect is not None:
-            for group in self.groups():
+            for group in self._groups:
                 self.inspect(group, True)
         self._forget_step()
-        self.comm.give_back_memory()
+        if self.has_streams:
+            self.comm.give_back_memory()
 
     def _forget_step(self) -> None:
         """Forget the step: it has ended, or an error cut it short."""
@@ -367,8 +386,9 @@ class Schedule:
     def reset(self) -> None:
         """Recover from an error in the middle of a step: drop its gradients, and prepare the next step."""
         self._forget_step()
-        self.passes.cancel()
-        for transport in {group.reduce_transport: None for group in self.groups()}:
+        self.step.now = Pass.NONE
+        self.passes.end()
+        for transport in {group.reduce_transport: None for group in self._groups}:
             transport.reset()
         for unit in self.units:
             unit.reset()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,7 +90,7 @@ class StepLog(Log):
         self._followers: dict[tuple[Kind, Call | None], Call | None] = {}
 
     def __call__(
-        self, action: Action, group: ParamGroup, parameters: frozenset[int] = NOTHING, moves: bool = True
+        self, action: Action, group: Any, parameters: frozenset[int] = NOTHING, moves: bool = True
     ) -> AbstractContextManager[object] | None:
         if self._compares_each and action in ("gather", "reuse") and group.data.shard_group is not None:
             verify_next(group.name, group.tag, group.data.shard_group)

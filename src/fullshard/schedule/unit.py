@@ -1,6 +1,6 @@
-"""A unit: the modules that were sharded in one call, and the hooks by which they run.
+"""A unit: the modules that were sharded in one call, and what runs before and after their forward and backward.
 
-Owns the phase of its modules, the autograd nodes that mark where their backward begins and ends, and the casts at their
+Owns the state of its modules, the autograd nodes that mark where their backward begins and ends, and the casts at their
 boundaries. The schedule decides what is gathered when.
 
 A forward call, with gradients, leaves two marks in autograd's graph::
@@ -20,24 +20,25 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 import torch.nn as nn
+from torch.compiler import disable, is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from fullshard import tree
-from fullshard.device import is_host
 from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule import marks
-from fullshard.schedule.schedule import Schedule
+from fullshard.schedule.schedule import CUT_SHORT, Schedule
+from fullshard.schedule.states import IDLE, LEGAL, Backward, Forward, Idle, Recomputation, Use
 from fullshard.torch_private import (
     base_of,
+    compiler_callback,
     outside_transforms,
     running_backward,
     storage_id,
@@ -48,20 +49,6 @@ from fullshard.tree import Replacements
 from fullshard.updates import refuse_updated
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class UnitPhase(Enum):
-    """The phase of a step in which the modules of a unit are."""
-
-    IDLE = auto()
-    FORWARD = auto()
-    BACKWARD = auto()
-
-
-class Use:
-    """One forward call."""
-
-    updates = 0  # steps of optimizers before it
 
 
 class Unit:
@@ -100,94 +87,81 @@ class Unit:
         self.prefetches_forward = True
         self.prefetches_backward: Literal["before", "after", "never"] = "before"
         self.casts_inputs = mp_policy.cast_forward_inputs
-        self.phase = UnitPhase.IDLE
-        self.to_run: set[nn.Module] = set()  # modules whose forward has not ended, while one of them runs
-        self._in_method = False
+        self.state = IDLE
         self._replaced = Replacements()  # in the callers' containers, while a forward runs
-        self._use = Use()
-        #: The inputs that are marked in the forward that runs, their aliases, and their versions before it.
-        self._marked = marks.NONE
-        self._recomputes = self._is_transformed = False  # whether its forward does, or is under a transform
-        self._is_opaque = False  # whether its forward returned no tensor: nothing tells when its backward begins
-        self._in_backward: dict[Use, None] = {}  # the uses whose backward has begun and not ended
-        self._is_differentiated = False  # whether the backward that runs goes through an earlier one of this unit
 
     def __repr__(self) -> str:
         return ", ".join(type(module).__name__ for module in self.modules)
 
+    def _change(self, state: Idle) -> None:
+        """Make a transition; raise RuntimeError if it is not legal."""
+        if state.name not in LEGAL[self.state.name]:
+            raise RuntimeError(f"{self!r} cannot go from its {self.state.name} to its {state.name}")
+        self.state = state
+
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Runs before the forward of each of the modules."""
-        before, self._is_transformed = self._use, transforms_are_active()
-        if self._is_transformed:
+        before = self.state
+        if before.in_method:
+            return self._cast_inputs(module, args, kwargs)
+        is_transformed = transforms_are_active()
+        if is_transformed:
             with outside_transforms():
-                is_outermost = self._enter()
+                schedule = self._begin_forward()
         else:
-            is_outermost = self._enter()
-        if is_outermost and not is_host(self.device):
+            schedule = self._begin_forward()
+        forward = self.state
+        if schedule.has_streams and schedule.outermost is self and forward is not before:
             args, kwargs = tree.to_device((args, kwargs), self.device, self._replaced.of(module))
-        if (dtype := self.mp_policy.param_dtype) is not None and self.casts_inputs:
-            args, kwargs = tree.cast_floating((args, kwargs), dtype, self._replaced.of(module))
-        if self._use is not before:
-            if self._is_transformed or torch.is_grad_enabled():
-                args, kwargs = self._mark_end(module, args, kwargs)
-        elif self.phase is UnitPhase.FORWARD and not self._in_method:
-            for tensor in tree.tensors((args, kwargs)):
-                if tensor.grad_fn is not None and torch.is_grad_enabled():  # a leaf would keep the hook
-                    tensor.register_hook(partial(marks.mark_gradient, self, self._use))
-        if self.schedule is not None and self.schedule.log.listeners:
-            self.schedule.step.log("forward", self)
+        if schedule.log.listeners:
+            schedule.log("forward", self)
+        if self.mp_policy.param_dtype is not None:
+            args, kwargs = self._cast_inputs(module, args, kwargs)
+        if not isinstance(forward, Forward):
+            return args, kwargs
+        forward.is_transformed = is_transformed
+        if forward is not before:
+            return self._mark_inputs(forward, module, args, kwargs)
+        for tensor in tree.tensors((args, kwargs)) if torch.is_grad_enabled() else ():  # of the next module of several
+            if tensor.grad_fn is not None:  # a leaf would keep the hook
+                tensor.register_hook(partial(marks.mark_gradient, self.differentiate, forward.use))
         return args, kwargs
 
-    def _enter(self) -> bool:
-        """Gather what a forward of one of the modules needs. Returns whether this is the outermost forward."""
-        schedule = self.schedule or self.start()
-        if self._in_method:
-            return False
-        recomputes = running_backward() >= 0
+    def _begin_forward(self) -> Schedule:
+        """Gather what a forward of one of the modules needs."""
+        schedule, recomputes = self.schedule or self.start(), running_backward() >= 0
         if recomputes:
             schedule.begin_backward()  # of the tree, if all of it is recomputed
-        if self.phase is UnitPhase.BACKWARD:
-            for group in self.needed:
-                group.unshard()
-                group.wait_for_unshard()
-            return False
-        if self.phase is UnitPhase.FORWARD and not recomputes and not self.is_list:
-            self._end_failed_forward(schedule)
-        first = self.phase is UnitPhase.IDLE
-        is_outermost = first and not recomputes and schedule.begin_forward(self)
-        self.phase = UnitPhase.FORWARD
-        if not self.to_run:
-            self.to_run = set(self.modules)
+        elif self.state.to_run and not self.is_list:  # an error ended a forward, and the model may have caught it
+            outermost: Any = schedule.outermost
+            if outermost is self or not schedule.step.now.has_forward or _calls(self) > 1 or not _calls(outermost):
+                raise RuntimeError(CUT_SHORT.format(f"the forward of {self!r}"))
+            self.end_forward(schedule)
+        begins = self.state is IDLE
+        if begins:
+            if not recomputes:
+                schedule.begin_forward(self)
+                schedule.order.entered += self.needed
+            use = Use()
+            use.updates = schedule.step.updates
+            self._change((Recomputation if recomputes else Forward)(use, {*self.modules}))
         for group in self.needed:
-            if first and not recomputes:
-                schedule.order.entered.append(group)
             group.unshard()
             group.wait_for_unshard()
-            if first:
-                group.users.add(self)
-        if first:
-            self._use, self._recomputes = Use(), recomputes
-            self._use.updates = schedule.step.updates
-            if not recomputes and self.prefetches_forward:
-                schedule.prefetch_forward(self)
-        return is_outermost
-
-    def _end_failed_forward(self, schedule: Schedule) -> None:
-        """End a forward that an error has ended, if the model that calls this unit again caught the error."""
-        outermost: Any = schedule.outermost
-        if outermost is self or not schedule.step.now.has_forward or _calls(self) > 1 or not _calls(outermost):
-            schedule.refuse_forward(self)
-        self.end_forward(schedule)
+        if begins and not recomputes and self.prefetches_forward:
+            schedule.prefetch_forward(self)
+        return schedule
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Runs after the forward of each of the modules."""
-        if self.schedule is not None and self.schedule.log.listeners:
-            self.schedule.step.log("forward", self, moves=False)
+        forward = self.state
+        if not forward.in_method and self.schedule is not None and self.schedule.log.listeners:
+            self.schedule.log("forward", self, moves=False)
         if self._replaced.calls:
             self._replaced.restore(module)
-        if self.phase is UnitPhase.BACKWARD or self._in_method:
+        if forward.in_method or not isinstance(forward, Forward):
             return tree.cast_floating(output, self.mp_policy.output_dtype)
-        (inputs, aliases, versions), self._marked = self._marked, marks.NONE
+        (inputs, aliases, versions), forward.marked = forward.marked, marks.NONE
         if versions != [*map(version_of, inputs)]:
             marks.follow_writes(inputs, aliases)
         gathered = {*map(attrgetter("full.buffer.storage_id"), self.needed)}
@@ -201,29 +175,33 @@ class Unit:
         if self.mp_policy.output_dtype is not None:
             output = tree.cast_floating(output, self.mp_policy.output_dtype)
             found = tree.reachable_tensors(output)
-        differentiates = self._is_transformed or torch.is_grad_enabled()
-        self._is_opaque |= differentiates and not found
-        if self._is_transformed:
-            output = marks.mark_outputs(self, self._use, output)
+        differentiates = forward.is_transformed or torch.is_grad_enabled()
+        forward.is_opaque |= differentiates and not found
+        if forward.is_transformed:
+            output = marks.mark_outputs(self.pre_backward, forward.use, output)
             with outside_transforms():
-                self._leave(module, None)
+                self._end_module(forward, module, None)
             return output
-        self._leave(module, self._mark_begin(found) if differentiates else None)
+        mark = None  # on outputs that require gradients
+        for tensor in found if differentiates else ():
+            if tensor.grad_fn is not None:  # a leaf would keep the hook, and was not computed here
+                mark = mark or partial(self.pre_backward, forward.use)
+                tensor.register_hook(mark)
+                base = base_of(tensor)  # an operation in place on a view gives it a new history without its hook
+                if base is not None and base.grad_fn is not None:
+                    base.register_hook(mark)
+        self._end_module(forward, module, mark)
         return output
 
-    def _leave(self, module: nn.Module, mark: object | None) -> None:
-        """Let go what a forward of one of the modules needed, unless more of them are to run."""
-        schedule = self.schedule
-        assert schedule is not None
-        self.to_run.discard(module)
-        ended = not self.to_run
-        if running_backward() >= 0:  # a recomputation
-            if ended:
-                for group in self.needed:
-                    group.users.discard(self)
-                self.phase = UnitPhase.IDLE
+    def _end_module(self, forward: Forward, module: nn.Module, mark: object | None) -> None:
+        """Let go what the forward of a module needed, unless more of them are to run."""
+        schedule = self.schedule or self.start()
+        forward.to_run -= {module}
+        if forward.name == "recomputation":
+            if not forward.to_run:
+                self.state = IDLE  # the backward follows, and needs the parameters
             return
-        if ended:
+        if not forward.to_run:
             self.end_forward(schedule)
         if schedule.outermost is self and schedule.step.now.has_forward:
             schedule.end_forward(mark)
@@ -233,42 +211,51 @@ class Unit:
     ) -> Any:
         """Run a method as if it were ``forward``: the forwards that it calls find the parameters gathered. If the
         forward itself calls it, they are gathered already."""
-        before = self._in_method
-        is_inside = before or (self.phase is UnitPhase.FORWARD and _calls(self) > 1)
+        is_inside = isinstance(self.state, Forward) and (self.state.in_method or _calls(self) > 1)
+        args, kwargs = (self._cast_inputs if is_inside else self.pre_forward)(module, args, kwargs)
+        state, before = self.state, self.state.in_method
         try:
-            self._in_method = is_inside
-            args, kwargs = self.pre_forward(module, args, kwargs)
-            self._in_method = True
+            state.in_method = True
             output = method(*args, **kwargs)
-            self._in_method = is_inside
+            state.in_method = is_inside
             return self.post_forward(module, args, output)
         finally:
-            self._in_method = before
+            state.in_method = before
 
     def end_forward(self, schedule: Schedule) -> None:
         """Runs when the forward of the modules has ended, at the latest with that of the whole tree."""
+        is_opaque, self.state = self.state.is_opaque, IDLE
         for group in self.needed:
-            group.users.discard(self)
             schedule.order.finished.append(group)
-            if not group.users:
-                group.stays_unasked = self.chose_to_keep or self._is_opaque
-                if self._is_opaque:
+            if not [unit for unit in group.users if unit.state is not IDLE]:
+                group.stays_unasked = self.chose_to_keep or is_opaque
+                if is_opaque:
                     group.leave_unsharded()
                 else:
                     group.reshard_after_forward()
-        self.phase, self._is_opaque = UnitPhase.IDLE, False
-        self.to_run.clear()
         if schedule.has_streams and len(schedule.order.entered) >= len(schedule.order.entered_before):
             schedule.comm.give_back_memory()  # a head and a loss probably come next, when activations need most
 
-    def _mark_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    def _cast_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        dtype = self.mp_policy.param_dtype
+        if dtype is None or not self.casts_inputs:
+            return args, kwargs
+        found: Inputs = tree.cast_floating((args, kwargs), dtype, self._replaced.of(module))
+        return found
+
+    def _mark_inputs(
+        self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Inputs:
         """Put :class:`EndOfBackward` on the inputs that require gradients; under a transform, on all that may."""
-        wanted = marks.may_require_grad if self._is_transformed else attrgetter("requires_grad")
+        is_transformed = forward.is_transformed
+        if not (is_transformed or torch.is_grad_enabled()):
+            return args, kwargs
+        wanted = marks.may_require_grad if is_transformed else attrgetter("requires_grad")
         inputs = list(filter(wanted, tree.tensors((args, kwargs) if kwargs else args)))
         if not inputs:
             return args, kwargs
-        marked = (marks.EndOfBackward.apply if self._is_transformed else marks.mark_plain)(self, self._use, *inputs)
-        self._marked = inputs, marked, [*map(version_of, inputs)]
+        marked = (marks.EndOfBackward.apply if is_transformed else marks.mark_plain)(self, forward.use, *inputs)
+        forward.marked = inputs, marked, [*map(version_of, inputs)]
         if not kwargs and [*map(id, inputs)] == [*map(id, args)]:
             return marked, kwargs
         found = dict(zip(map(id, inputs), marked, strict=True))
@@ -276,34 +263,20 @@ class Unit:
         given = tree.replace_tensors(lambda tensor: found.get(id(tensor), tensor), given, self._replaced.of(module))
         return given if kwargs else (given, kwargs)
 
-    def _mark_begin(self, found: Sequence[torch.Tensor]) -> object | None:
-        """Put a hook, which is returned, on the outputs that require gradients.
-
-        An in-place operation on a view gives it a new history without its hook. A hook on its base is kept.
-        """
-        hook = None
-        for tensor in found:
-            if tensor.grad_fn is not None:  # a leaf would keep the hook, and was not computed here
-                hook = hook or partial(self.pre_backward, self._use)
-                tensor.register_hook(hook)
-                base = base_of(tensor)
-                if base is not None and base.grad_fn is not None:
-                    base.register_hook(hook)
-        return hook
-
     def pre_backward(self, use: Use, grad: torch.Tensor | None) -> None:
         """Runs when autograd has a gradient of an output."""
-        schedule = self.schedule
-        assert schedule is not None
+        schedule = self.schedule or self.start()
         if use.updates != schedule.step.updates:
             refuse_updated(self.needed, use.updates)
         if not schedule.step.now.has_backward:
             schedule.begin_backward()
-        is_known = use in self._in_backward
-        self._in_backward[use] = None
-        if is_known or self.phase is UnitPhase.BACKWARD:
+        before = self.state
+        if before.uses is None:
+            self.begin_backward(schedule)
+        if self.state.uses is not None:
+            self.state.uses |= {use}
+        if self.state is before:
             return
-        self.begin_backward(schedule)
         if self.prefetches_backward == "before":
             schedule.prefetch_backward(self)
         if schedule.reduces_early:
@@ -311,85 +284,79 @@ class Unit:
 
     def post_backward(self, use: Use) -> None:
         """Runs when autograd has the gradients of the inputs."""
-        schedule = self.schedule
-        assert schedule is not None
+        schedule = self.schedule or self.start()
         if not schedule.step.now.has_backward:
             schedule.begin_backward()
-        if use in self._in_backward:
-            del self._in_backward[use]
+        backward = self.state
+        if backward.uses and use in backward.uses:
+            backward.uses -= {use}
         elif not all(group.full.state.is_unsharded for group in self.groups):
             raise RuntimeError(
                 f"the backward of {self!r} ended without having begun: none of its outputs reported a gradient, so "
                 f"its parameters were not gathered. Its forward must return its tensors in tuples, lists, "
                 f"dicts, dataclasses or containers known to pytree"
             )
-        if self._in_backward or self._is_differentiated:
+        if backward.uses or backward.is_differentiated:
             return  # another forward call is still in its backward, or an earlier backward is differentiated
         self.finish_backward(schedule, ahead=True)
 
     def differentiate(self, use: Use, grad: torch.Tensor | None) -> None:
         """Runs when autograd goes through an earlier backward: the parameters are needed until all of it ends."""
-        schedule = self.schedule
-        assert schedule is not None
+        schedule = self.schedule or self.start()
         refuse_updated(self.needed, use.updates)
         schedule.begin_backward()
-        self._is_differentiated = True
         self.begin_backward(schedule)
+        self.state.is_differentiated = self.state.uses is not None
 
     def begin_backward(self, schedule: Schedule) -> None:
         """Runs when the backward of the modules may begin."""
-        if self.phase is UnitPhase.BACKWARD:
-            return
-        self.phase = UnitPhase.BACKWARD
+        is_first = not isinstance(self.state, Backward)
+        if "backward" in LEGAL[self.state.name]:
+            self._change(Backward())
         for group in self.needed:
             if group.options.unshard_in_backward:
                 group.unshard()
                 group.wait_for_unshard()
-            group.users.add(self)
-        if schedule.log.listeners:
-            schedule.step.log("backward", self)
+        if is_first and schedule.log.listeners:
+            schedule.log("backward", self)
 
     def finish_backward(self, schedule: Schedule, ahead: bool = False) -> None:
         """Runs when the backward of the modules has ended: ``ahead`` of that of the whole tree, or together with it."""
         if schedule.log.listeners:
-            schedule.step.log("backward", self, moves=False)
+            schedule.log("backward", self, moves=False)
         for group in self.groups:
             if group.options.strategy.reduces and (ahead or not schedule.root.finalizes_by_hand):
                 schedule.reduce(group)
             else:
                 group.gradients.wait_for_more()
-        if self.phase is UnitPhase.FORWARD and not self._recomputes:
+        if self.state.name == "forward":
             return  # a backward inside of the forward, which needs the parameters until it ends
-        self.phase, self._marked = UnitPhase.IDLE, marks.NONE
-        self.to_run.clear()
+        self.state = IDLE
         for group in self.needed:
-            group.users.discard(self)
-            if not group.users:
+            if not [unit for unit in group.users if unit.state is not IDLE]:
                 group.reshard_after_backward()
         if self.prefetches_backward == "after" and ahead:
             schedule.prefetch_backward(self)
 
     def end_backward(self, schedule: Schedule) -> None:
         """Runs when the backward of the whole tree has ended."""
-        self._in_backward, self._is_differentiated = {}, False
-        left = [group for group in self.needed if group.full.state is not State.SHARDED or group.gradients.pending]
-        if left or self.phase is not UnitPhase.IDLE:  # otherwise all was done when its own backward ended
+        is_left = self.state is not IDLE
+        for group in self.needed:
+            is_left |= group.full.state is not State.SHARDED or group.gradients.pending
+        if is_left:  # otherwise all was done when its own backward ended
             self.finish_backward(schedule)
 
     def reset(self) -> None:
         """Return to the state at the beginning of a step."""
-        self.phase, self._marked = UnitPhase.IDLE, marks.NONE
-        self._in_backward, self._is_differentiated, self._is_opaque = {}, False, False
-        self.to_run.clear()
+        self.state = IDLE
         for group in self.groups:
-            group.users.clear()
             group.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """The unit of copied modules, at the beginning of a step and not yet part of a tree."""
         twin: Unit = memo.setdefault(id(self), copy.copy(self))
         twin.schedule, twin.needed, twin.emptied, twin.extents = None, [], [], []
-        twin.to_run, twin._in_backward, twin._marked, twin._replaced = set(), {}, marks.NONE, Replacements()
+        twin.state, twin._replaced = IDLE, Replacements()
         for name in self.tree:
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         return twin
@@ -409,7 +376,7 @@ class Unit:
                 raise RuntimeError(
                     f"set_manual_backward_finalization must be called on the root, {self!r}, but was called on {unit!r}"
                 )
-            if unit.schedule is not None and unit.phase is not UnitPhase.IDLE:
+            if unit.schedule is not None and unit.state is not IDLE:
                 raise RuntimeError(f"{unit!r} is running and cannot become part of the tree of {self!r}")
         if self.auto_reshard:
             self.chose_to_keep = True
@@ -430,6 +397,21 @@ class Unit:
                 for group in self.groups:
                     group.options.strategy = group.options.strategy.switched(after_forward=True)
         self.needed = [*self.groups, *self.borrowed]
+        for group in self.needed:
+            group.users.add(self)
+
+
+def run_hook(unit: Unit, method: str, *args: Any) -> Any:
+    """A hook on a module, as a partial function of its unit: a deep copy of the module gets a hook of its own unit."""
+    if is_dynamo_compiling() or compiler_callback() is not None:
+        return outside_graphs()(unit, method, *args)
+    return getattr(unit, method)(*args)
+
+
+@cache
+def outside_graphs() -> Callable[..., Any]:
+    """Makes a caller of a unit's methods outside of compiled graphs: what these do to parameters cannot be traced."""
+    return disable(lambda unit, method, *args: getattr(unit, method)(*args))
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -365,25 +365,22 @@ class Watch:
 
 
 _watch: Watch | None = None  # the watch of this process over its default process group
-_refused: weakref.ref[dist.ProcessGroup] | None = None  # a default process group that cannot have a watch
 _awaited: threading.Thread | None = None  # another thread, for which training waits
 
 
 def start_watch() -> None:
-    """Watch over the ranks of the default process group, once, unless checks are off."""
-    global _watch, _refused
-    if _watch is not None and _watch.is_current:
-        return
+    """Watch over the ranks of the default process group, unless checks are off."""
+    global _watch
     world = dist.group.WORLD
-    if not has_peers(world) or (_refused is not None and _refused() is world):
+    if world is None or not has_peers(world):
         return
     _register_end()
     if not checks_are_on():
         return
+    WAITS.watched = weakref.ref(world)
     try:
         watch = Watch(default_store(), _watch)
     except (RuntimeError, NotImplementedError) as error:  # an unsupported kind of store
-        _refused = weakref.ref(world)
         _log.info("no watch over ranks: %s", error)
         return
     if _watch is None:

@@ -33,7 +33,7 @@ from fullshard.optim.clip import clip_local_shards
 from fullshard.overlaps import refuse_overlaps
 from fullshard.policies import as_setting, expect, warn
 from fullshard.schedule.hooks import attach
-from fullshard.schedule.unit import UnitPhase
+from fullshard.schedule.states import IDLE
 from fullshard.wrap import targets
 from fullshard.wrapper import initialise
 from fullshard.wrapper.flat import FlatGroup, Fragment
@@ -238,7 +238,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             ValueError: inside :meth:`summon_full_params`, or in a forward or backward.
         """
         self._unit.recover()
-        if self._is_summoned or self._unit.phase is not UnitPhase.IDLE:
+        if self._is_summoned or self._unit.state is not IDLE:
             raise ValueError("apply() gathers full parameters: call it between steps, outside of summon_full_params")
         with self.summon_full_params(self, recurse=False):
             super().apply(fn)

@@ -30,7 +30,7 @@ from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import WRAPPED_NAME, ShardedParameter, local_tensor, plain_name
 from fullshard.group.shard import give_own_storage
 from fullshard.policies import as_setting, warn
-from fullshard.schedule.unit import UnitPhase
+from fullshard.schedule.states import IDLE
 from fullshard.wrapper import settings as kinds
 from fullshard.wrapper.flat import FLAT_NAME, FlatParameter, flat_name
 from fullshard.wrapper.settings import CONFIGS, StateDictSettings, StateDictType, settings_of
@@ -63,8 +63,8 @@ class StateDictMethods(nn.Module):
 
     def _check_idle(self, method: str) -> None:
         self._unit.recover()
-        if self._unit.phase is not UnitPhase.IDLE:
-            where = f"{method}() of {self._unit!r} was called inside its {self._unit.phase.name.lower()}"
+        if self._unit.state is not IDLE:
+            where = f"{method}() of {self._unit!r} was called inside its {self._unit.state.name}"
             raise AssertionError(f"{where}: call it after, on all ranks")
 
     @staticmethod
