@@ -114,7 +114,9 @@ def lambda_auto_wrap_policy(
     """Wraps every module for which a function is true.
 
     Args:
-        module, recurse, nonwrapped_numel: what :func:`targets` asks a policy.
+        module: the module to decide on.
+        recurse: ``True`` asks whether its children are considered, ``False`` whether it is wrapped itself.
+        nonwrapped_numel: the number of elements that its wrapped children left.
         lambda_fn: the function; give it with ``functools.partial``.
 
     Ranks: each for itself, alike.
@@ -130,7 +132,9 @@ def transformer_auto_wrap_policy(
     What is outside of them, such as an embedding and the head tied to it, stays together in the root.
 
     Args:
-        module, recurse, nonwrapped_numel: what :func:`targets` asks a policy.
+        module: the module to decide on.
+        recurse: ``True`` asks whether its children are considered, ``False`` whether it is wrapped itself.
+        nonwrapped_numel: the number of elements that its wrapped children left.
         transformer_layer_cls: the classes; give them with ``functools.partial``.
 
     Ranks: each for itself, alike.
@@ -149,7 +153,9 @@ def size_based_auto_wrap_policy(
     """Wraps a module if it has enough parameters beside those of its wrapped children.
 
     Args:
-        module, recurse, nonwrapped_numel: what :func:`targets` asks a policy.
+        module: the module to decide on.
+        recurse: ``True`` asks whether its children are considered, ``False`` whether it is wrapped itself.
+        nonwrapped_numel: the number of elements that its wrapped children left.
         min_num_params: how many elements are enough.
         force_leaf_modules: classes whose children are never wrapped. ``None`` for the function's attribute
             ``FORCE_LEAF_MODULES``: attention reads its children's weights without calling them.
