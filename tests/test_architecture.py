@@ -98,7 +98,7 @@ COMMUNICATE = {
     "comm.backend_memory": "a barrier makes the communicator for symmetric memory",
     "comm.process_group": "what ranks tell each other outside of routes",
     "schedule.step_log": "ranks compare their passes in a lane, while they train",
-    "optim.meeting": "replicas compare what they exchange, and read it while they wait",
+    "optim.synchronization": "replicas compare what they exchange, and read it while they wait",
     "checkpoint.replicas": "copies of a checkpoint go from rank to rank, by tags of their own",
     "checkpoint.fetch": "ranks ask each other for parts of a checkpoint, by tags of their own",
     "report.environment": "messages that measure the network",

@@ -200,8 +200,8 @@ def test_transports_are_told_of_forced_sums(world: World) -> None:
         seen: list[Reduction] = []
 
         class Listening(CollectiveTransport):
-            def reduce_route(self, *args: Any, seen: list[Reduction] = seen) -> Any:
-                route = super().reduce_route(*args)
+            def reduce_route(self, *args: Any, seen: list[Reduction] = seen, **kwargs: Any) -> Any:
+                route = super().reduce_route(*args, **kwargs)
 
                 def start(shards: Any, reduction: Reduction) -> Any:
                     seen.append(reduction)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 import fullshard
 from fullshard import MixedPrecisionPolicy
 from fullshard.comm.all_reduce import AllReduceRoute
+from fullshard.device import Started
 from fullshard.group import reduction
 from tests.fully_shard.cases import groups_of
 from tests.harness import World, ranks
@@ -62,10 +65,15 @@ def test_replicas_sum_one_group_while_the_backward_computes_the_next(world: Worl
     model, happened = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]), list[str]()
     for module in (*model, model):
         fullshard.fully_shard(module, mesh=mesh).set_all_reduce_hook(lambda _: None)  # or wholes would be summed
-    start, finish = AllReduceRoute.start, AllReduceRoute.finish
+    start_sum = AllReduceRoute.start
+
+    def start(*args: Any) -> Started:
+        happened.append("start")
+        pending = start_sum(*args)
+        return Started(lambda: (happened.append("end"), pending.finish())[0])
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AllReduceRoute, "start", lambda self, *args: (happened.append("start"), start(self, *args))[1])
-        patch.setattr(AllReduceRoute, "finish", lambda self, *args: (happened.append("end"), finish(self, *args))[1])
+        patch.setattr(AllReduceRoute, "start", start)
         model(torch.full((1, 4), world.rank + 1.0)).sum().backward()
     assert happened == ["start", "start", "end", "start", "end", "end"]
 

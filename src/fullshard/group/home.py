@@ -40,7 +40,7 @@ class Home:
     #: Whether gradients are copied, so that a small one does not keep the memory of all that were reduced with it.
     copies: bool = False
     disk: DiskFile | None = None  # the file in which all of it is
-    is_remote = False  # whether the CPU has it, and a device computes: gradients arrive later
+    is_remote: bool = False  # whether the CPU has parameters, and a device computes: gradients arrive later
 
     @property
     def may_share(self) -> bool:
@@ -70,9 +70,6 @@ class Home:
 
 class HostHome(Home):
     """Memory of the CPU."""
-
-    def __post_init__(self) -> None:
-        self.is_remote = bool(self.parameters) and not is_host(self.device)
 
     def moves_state(self, index: int) -> bool:
         return index in self.state and index not in self.parameters and not is_host(self.device)
@@ -122,7 +119,8 @@ def homes_of(
             for index in state:
                 _refuse(params[index], data)
         else:
-            away = HostHome(device, offloaded, state, policy.pin_memory)
+            is_remote = bool(offloaded) and not is_host(device)
+            away = HostHome(device, offloaded, state, policy.pin_memory, is_remote=is_remote)
     return Home(device, everything - away.parameters, everything - away.state, copies=away.disk is not None), away
 
 
