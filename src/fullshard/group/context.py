@@ -140,7 +140,8 @@ class GroupContext:
             return False
         if self.data.shard_group is None or self.options.post_forward_mesh is not None or self.data.shards_replicas:
             return False
-        return self.offloaded.may_share and not any(param.extends for param in self.params)
+        is_possible = self.offloaded.may_share or not self.offloaded.parameters
+        return is_possible and not any(param.extends for param in self.params)
 
     @property
     def has_feedback(self) -> bool:

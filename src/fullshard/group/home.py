@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -40,12 +41,8 @@ class Home:
     #: Whether gradients are copied, so that a small one does not keep the memory of all that were reduced with it.
     copies: bool = False
     disk: DiskFile | None = None  # the file in which all of it is
+    may_share: ClassVar[bool] = True  # whether chunks may lie in memory that ranks share
     is_remote: bool = False  # whether the CPU has parameters, and a device computes: gradients arrive later
-
-    @property
-    def may_share(self) -> bool:
-        """Whether chunks may lie in memory that ranks share."""
-        return True
 
     def moves_state(self, index: int) -> bool:
         """Whether the optimizer's state of a parameter comes to the device for each step, and its values stay there."""
@@ -59,12 +56,8 @@ class Home:
         """The chunk of a parameter, which has a ``view`` of what was allocated."""
         return view
 
-    def has(self, gradient: torch.Tensor) -> bool:
-        """Whether a gradient lies here."""
-        return True
-
     def store(self, param: ShardedParameter, gradient: torch.Tensor) -> torch.Tensor:
-        """A reduced gradient as it lies here."""
+        """A reduced gradient as it lies here; itself, if it does already."""
         return gradient.clone() if self.copies else gradient
 
 
@@ -81,9 +74,7 @@ class HostHome(Home):
 class DiskHome(Home):
     """A file."""
 
-    @property
-    def may_share(self) -> bool:
-        return not self.parameters
+    may_share = False
 
     def allocate(self, nbytes: int, transport: Transport) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
@@ -92,11 +83,10 @@ class DiskHome(Home):
         assert self.disk is not None
         return DiskTensor.like(self.disk, view, f"parameter '{param.name}'")
 
-    def has(self, gradient: torch.Tensor) -> bool:
-        return isinstance(gradient, DiskTensor)
-
     def store(self, param: ShardedParameter, gradient: torch.Tensor) -> torch.Tensor:
         assert self.disk is not None
+        if isinstance(gradient, DiskTensor):
+            return gradient
         return DiskTensor.holding(self.disk, gradient.to(CPU), f"the gradient of '{param.name}'")
 
 
@@ -116,22 +106,16 @@ def homes_of(
         if isinstance(policy, DiskOffloadPolicy):
             file = file_in(Path(policy.directory), policy.direct, policy.staging_bytes)
             away = DiskHome(device, offloaded, state, disk=file)
-            for index in state:
-                _refuse(params[index], data)
+            for param in (params[index] for index in state if data.shards_replicas or params[index].extends):
+                why = "outer_zero_stage=1 shards again" if data.shards_replicas else "has a gather of its own"
+                raise ValueError(
+                    f"DiskOffloadPolicy cannot offload parameter '{param.name}', which {why}: use CPUOffloadPolicy, or "
+                    f"OffloadPolicy() for its module"
+                )
         else:
             is_remote = bool(offloaded) and not is_host(device)
             away = HostHome(device, offloaded, state, policy.pin_memory, is_remote=is_remote)
     return Home(device, everything - away.parameters, everything - away.state, copies=away.disk is not None), away
-
-
-def _refuse(param: ShardedParameter, data: DataMesh) -> None:
-    """Raise ValueError for a parameter that cannot be on a disk."""
-    if data.shards_replicas or param.extends:
-        why = "outer_zero_stage=1 shards again" if data.shards_replicas else "has a gather of its own"
-        raise ValueError(
-            f"DiskOffloadPolicy cannot offload parameter '{param.name}', which {why}: use CPUOffloadPolicy, or "
-            f"OffloadPolicy() for its module"
-        )
 
 
 def _first(params: Sequence[ShardedParameter], share: float, least: int) -> frozenset[int]:

@@ -16,7 +16,7 @@ when it is set. :mod:`fullshard.group.gradients` decides which gradients take pa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
@@ -42,25 +42,6 @@ from fullshard.torch_private import after_accumulation, foreach_add, run_after_a
 #: Plans of reductions that a group keeps: programs that drop layers at random have a set of parameters for each step.
 MOST_PLANS = 16
 Started = tuple[Sequence[torch.Tensor], Pending]  # where the results will be, and when
-
-
-@dataclass(eq=False)
-class FirstHop:
-    """A reduce-scatter of the gradients in the buffer, and of ``zero_copy`` ones beside it, to ``parts`` of a shard; or
-    a sum over replicas, of large gradients where autograd made them."""
-
-    parts: Sequence[Part]
-    zero_copy: Sequence[int]  # parameters, in the order in which their gradients travel
-    make_route: Callable[[Sequence[Transfer]], Route]
-    sums_wholes: bool  # whether zero-copy gradients are the results of the last parts, which need no memory
-    route: Route | None = None  # once a reduction was started
-
-    def find_route(self, outputs: Sequence[torch.Tensor], zero_copy: Sequence[torch.Tensor]) -> Route:
-        """Make the route of a first reduction with such results."""
-        shards = outputs if any(part.plan.is_messages for part in self.parts) else [*outputs, *zero_copy]
-        transfers = [Transfer(part.plan, part.full, out) for part, out in zip(self.parts, shards, strict=False)]
-        self.route = self.make_route(transfers)
-        return self.route
 
 
 class SecondHop:
@@ -160,31 +141,35 @@ class ScatterHop(SecondHop):
 
 @dataclass(eq=False)
 class ReductionPlan:
-    """The hops of a reduction."""
+    """The hops of a reduction to ``parts`` of a shard. The first is a reduce-scatter of the gradients in the buffer and
+    of ``zero_copy`` ones beside it, or a sum over replicas, of large gradients where autograd made them."""
 
-    first: FirstHop
+    parts: Sequence[Part]
+    zero_copy: Sequence[int]  # parameters, in the order in which their gradients travel
+    make_route: Callable[[Sequence[Transfer]], Route]
+    sums_wholes: bool  # whether zero-copy gradients are the results of the last parts, which need no memory
     second: SecondHop | None  # ``None`` if the first gives the final values, in their own dtype
     encodes: bool  # whether messages are encoded
+    route: Route | None = None  # once a reduction was started
+
+    def find_route(self, outputs: Sequence[torch.Tensor], zero_copy: Sequence[torch.Tensor]) -> Route:
+        """Make the route of a first reduction with such results."""
+        shards = outputs if any(part.plan.is_messages for part in self.parts) else [*outputs, *zero_copy]
+        transfers = [Transfer(part.plan, part.full, out) for part, out in zip(self.parts, shards, strict=False)]
+        self.route = self.make_route(transfers)
+        return self.route
 
 
+@dataclass(eq=False)
 class Reducer:
-    """Reduces what lies in a gradient buffer.
+    """Reduces what lies in a gradient buffer."""
 
-    Attributes:
-        partial: earlier sums over some of the ranks only, by parameter.
-    """
-
-    def __init__(
-        self,
-        group: GroupContext,
-        module_params: ModuleParameters,
-        buffer: GradientBuffer,
-        feedback: GradientFeedback,
-        sums: dict[int, torch.Tensor],
-    ) -> None:
-        self.group, self.module_params, self.buffer = group, module_params, buffer
-        self.feedback, self.partial = feedback, sums
-        self.plans: dict[tuple[frozenset[int], bool, bool], ReductionPlan] = {}
+    group: GroupContext
+    module_params: ModuleParameters
+    buffer: GradientBuffer
+    feedback: GradientFeedback
+    partial: dict[int, torch.Tensor]  # earlier sums over some of the ranks only, by parameter
+    plans: dict[tuple[frozenset[int], bool, bool], ReductionPlan] = field(default_factory=dict)
 
     def start(self, wanted: frozenset[int], sums: bool) -> None:
         """Start to reduce the gradients of these parameters, as wholes if it ``sums`` them."""
@@ -193,7 +178,7 @@ class Reducer:
         plan = self.plans.get((wanted, is_final, sums)) or self.plan(wanted, is_final, sums)
         if plan.encodes:
             self.feedback.forget_given_up()
-        zero_copy = list(map(buffer.views.zero_copy.pop, plan.first.zero_copy))
+        zero_copy = list(map(buffer.views.zero_copy.pop, plan.zero_copy))
         reducing = PendingReduction(self, plan, zero_copy, reductions, reductions.drops)
         logged, lane = group.step.log("reduce", group, wanted), group.comm.lanes.reduce
         if logged is None:
@@ -243,12 +228,11 @@ class Reducer:
             make_route = partial(sum_route, transport, process_group=replicas, tag=group.tag, device=group.device)
         else:
             make_route = partial(transport.reduce_route, over=over, tag=group.tag, wire=wire)
-        first = FirstHop(parts, zero_copy, make_route, sums)
         second = None if is_final else SecondHop(group, parts)
         if own:
             second = ScatterHop(group, own, parts, self.feedback.between_replicas)
         encodes = group.wire("reduce") is not None or group.wire("reduce", outer=True) is not None
-        made = self.plans[wanted, is_final, sums] = ReductionPlan(first, second, encodes)
+        made = self.plans[wanted, is_final, sums] = ReductionPlan(parts, zero_copy, make_route, sums, second, encodes)
         return made
 
     def _gradients_in(
@@ -265,8 +249,8 @@ class Reducer:
         group, wanted = self.group, self.buffer.trained
         is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
         plan = self.plans.get((wanted, is_final, False)) or self.plan(wanted, is_final)
-        parts, second = plan.first.parts, plan.second
-        lost = [each.float() for each in self.feedback.lost_of(parts, plan.first.zero_copy)]
+        parts, second = plan.parts, plan.second
+        lost = [each.float() for each in self.feedback.lost_of(parts, plan.zero_copy)]
         sums: Sequence[torch.Tensor] = [
             each.new_zeros(part.plan.shard_numel) for part, each in zip(parts, lost, strict=False)
         ]
@@ -298,16 +282,17 @@ class PendingReduction:
     _pending: Pending | None = None
 
     def start(self) -> Pending:
-        group, first, second, zero_copy = self._of.group, self._plan.first, self._plan.second, self._zero_copy
-        self._parts = first.parts
-        parts = first.parts[: -len(zero_copy)] if zero_copy and first.sums_wholes else first.parts
-        outputs = [part.allocate() for part in parts] if second is None else second.take()
+        group, plan, zero_copy = self._of.group, self._plan, self._zero_copy
+        parts = self._parts = plan.parts
+        if plan.sums_wholes and zero_copy:
+            parts = parts[: -len(zero_copy)]
+        outputs = [part.allocate() for part in parts] if plan.second is None else plan.second.take()
         # As ``group.divisor``, which would be a call more in each step.
         factor = group.options.divide_factor
         divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
-        route = first.route or first.find_route(outputs, zero_copy)
+        route = plan.route or plan.find_route(outputs, zero_copy)
         self._pending = route.start(outputs, Reduction(divisor, group.options.sum_only), *zero_copy)
-        self._outputs = [*outputs, *zero_copy] if first.sums_wholes else outputs
+        self._outputs = [*outputs, *zero_copy] if plan.sums_wholes else outputs
         self._zero_copy = ()  # the started communication holds them, or the caller
         return self._pending
 
@@ -385,9 +370,9 @@ class PendingReduction:
                 param = group.params[index]
                 run_after_accumulation(param.sharded)
                 kept = param.gradient
-                if kept is not None and not group.home(index).has(kept):
+                if kept is not None and (stored := self._stored(index, kept)) is not kept:
                     param.sharded.grad = None
-                    module_params.accumulate_gradients([(index, self._stored(index, kept))])
+                    module_params.accumulate_gradients([(index, stored)])
 
     def _stored(self, index: int, local: torch.Tensor) -> torch.Tensor:
         return self._of.group.home(index).store(self._of.group.params[index], local)

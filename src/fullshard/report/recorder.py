@@ -166,7 +166,7 @@ class Recorder(StepObserver):
             reduction = start.__self__  # type: ignore[attr-defined]
             name, data = self._names.get(id(reduction._of.group), "?"), reduction._of.group.data
             if lane == "reduce":
-                nbytes = from_others(sum(part.full.nbytes for part in reduction._plan.first.parts), data.shard_size)
+                nbytes = from_others(sum(part.full.nbytes for part in reduction._plan.parts), data.shard_size)
             else:
                 nbytes = 2 * from_others(sum(each.nbytes for each in reduction._outputs), data.replicate_size)
         return _Communication(self, lane, name, nbytes).run(run, start, then, after)
