@@ -86,6 +86,8 @@ def refuse_mixture(model: nn.Module) -> None:
 
 def refuse_uncounted(optimizer: Optimizer, groups: Iterable[GroupContext]) -> None:
     """Raise RuntimeError if the replicas of these groups train apart, and nobody counts the steps of the optimizer."""
+    if not _replicas:
+        checks.remove(refuse_uncounted)  # until replicas train apart again
     for group in groups:
         if replicas_apart(group) is not None:
             counter = counter_of(group)

@@ -58,7 +58,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = _groups_of(optimizer)
     if not groups:
         return
-    for check in checks:
+    for check in [*checks]:  # one may leave
         check(optimizer, groups)
     is_between_passes = running_backward() < 0
     for group in groups:
