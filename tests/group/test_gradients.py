@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
+from fullshard.comm.select import NAMES
 from fullshard.group import gradient_buffer, reduction
 from tests.fully_shard.cases import groups_of, twins
 from tests.harness import World, ranks
@@ -93,3 +95,29 @@ def test_the_plans_of_random_sets_of_parameters_are_few(world: World) -> None:
         pair.sharded.used = pair.whole.used = used
         pair.step(lr=1e-3)
     assert len(group.gradients._reducer.plans) == reduction.MOST_PLANS
+
+
+class Chosen(nn.ModuleList):
+    """Layers of which a forward runs some."""
+
+    def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+        for number in chosen:
+            x = torch.tanh(self[number](x))
+        return x
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", [pytest.param(name, marks=pytest.mark.transport(name)) for name in NAMES])
+def test_any_parameters_of_a_group_may_be_the_ones_that_are_used(world: World, transport: str) -> None:
+    whole = seeded(lambda: Chosen([nn.Linear(4, 4) for _ in range(4)]))
+    model = fullshard.fully_shard(copy.deepcopy(whole))
+    for used in ((1, 2, 3), (0, 2, 3), (0, 1, 2)):
+        whole.zero_grad()
+        model.zero_grad()
+        batches = [torch.full((2, 4), float(rank)) for rank in range(2)]
+        (sum(whole(each, used).square().mean() for each in batches) / 2).backward()
+        model(batches[world.rank], used).square().mean().backward()
+        for expected, found in zip(whole.parameters(), model.parameters(), strict=True):
+            assert (expected.grad is None) is (found.grad is None)
+            if expected.grad is not None:
+                assert torch.allclose(found.grad.full_tensor(), expected.grad, atol=1e-6), used  # type: ignore[union-attr]

@@ -156,9 +156,9 @@ class Messages:
         return there, here
 
     def _is_rows(self) -> bool:
-        """Whether the messages have one section, in which every parameter is the chunks of all ranks end to end."""
+        """Whether the messages have one section, of whole parameters that are the chunks of all ranks end to end."""
         plan = self._plans[0]
-        return len(self._plans) == 1 and all(cut.is_whole for cut in plan.cuts)
+        return len(self._plans) == 1 and not plan.is_messages and all(cut.is_whole for cut in plan.cuts)
 
     def join(self, messages: torch.Tensor, full: torch.Tensor) -> Callable[[], object] | None:
         """One operation that copies a full buffer to the messages of all ranks; ``None`` unless they are rows."""
