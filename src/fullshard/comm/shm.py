@@ -57,9 +57,7 @@ class ShmTransport(Transport):
         self._private = messages
         self.local_ranks = local_ranks
         rank, size = local_ranks.rank, local_ranks.size
-        self.ready = Counters(control, 0, rank, size)
-        self.done = Counters(control, LINE * size, rank, size)
-        self.summed = Counters(control, 2 * LINE * size, rank, size)
+        self.ready, self.done, self.summed = (Counters(control, n * LINE * size, rank, size) for n in range(3))
         starts = range(3 * LINE * size, control.address.nbytes, _ENTRIES)
         self.entries = [control.numbers(start, _ENTRIES // 8) for start in starts]
         self.under_way: deque[_PendingShmReduction] = deque()
@@ -192,7 +190,7 @@ class ShmTransport(Transport):
         """Let go of slots that a rank gave back to the system."""
         self._opened[rank].clear()
         for route in self.routes:
-            route.forget_slots()
+            route.known.clear()
 
     def address_of(self, fulls: Iterable[torch.Tensor]) -> Address | None:
         """Where the other ranks find buffers, if they lie in one slot."""
@@ -250,7 +248,7 @@ class _HostReduceRoute(PieceRoute):
         self._starts = [int(full.storage_offset()) * full.itemsize for full in self.fulls]
         #: The same on ranks that reduce the same parameters.
         self.subject = hash((*self._starts, *(plan.full_offsets for plan in self.plans)))
-        self.known: dict[tuple[Segment | None, ...], list[Sum]] = {}
+        self.known: dict[tuple[Segment | None, ...], tuple[list[Sum], list[tuple[Piece, torch.Tensor]]]] = {}
 
     def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
         """Tell the other ranks that the values are ready."""
@@ -268,17 +266,14 @@ class _HostReduceRoute(PieceRoute):
         transport.under_way.append(reading)
         return reading
 
-    def forget_slots(self) -> None:
-        self.known.clear()
-
     def add_up(self, slots: tuple[Segment | None, ...], reading: _PendingShmReduction) -> None:
         """Write this rank's part of the sums to its shards."""
-        for total in self.sums(slots):
+        for total in self.bind(slots)[0]:
             total.write(reading.shards, reading.divisor)
 
     @torch.inference_mode(False)
-    def sums(self, slots: tuple[Segment | None, ...]) -> list[Sum]:
-        """The sums of what lies in the ranks' slots."""
+    def bind(self, slots: tuple[Segment | None, ...]) -> tuple[list[Sum], list[tuple[Piece, torch.Tensor]]]:
+        """The sums of what lies in the ranks' slots, and what is copied from there. Kept for the next time."""
         if slots in self.known:
             return self.known[slots]
         sums = list[Sum]()
@@ -289,7 +284,11 @@ class _HostReduceRoute(PieceRoute):
                 if section >= len(self.plans) - self._beside:
                     terms[self.rank] = None
                 sums.append(Sum(self, self._in_shard(block), terms, self.transport.scratch))
-        return self.known.setdefault(slots, sums)
+        return self.known.setdefault(slots, (sums, self._summed_by_others(slots)))
+
+    def _summed_by_others(self, slots: tuple[Segment | None, ...]) -> list[tuple[Piece, torch.Tensor]]:
+        """What this rank gets of the others' sums, and where they have it: nothing."""
+        return []
 
     def _in_slots(self, section: int, slots: tuple[Segment | None, ...]) -> list[torch.Tensor]:
         """A section in the slots of all ranks."""
@@ -311,7 +310,6 @@ class _HostSumRoute(_HostReduceRoute):
         #: How far each parameter lies behind its place in the full buffer when it lies in the shard.
         every = [zip(plan.cuts, plan.full_offsets, strict=True) for plan, _, _ in request.transfers]
         self._shifts = [[cut.share(0).place - full for cut, full in both] for both in every]
-        self._others: dict[tuple[Segment | None, ...], list[tuple[Piece, torch.Tensor]]] = {}
 
     def start(
         self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
@@ -330,15 +328,12 @@ class _HostSumRoute(_HostReduceRoute):
         plans = list(enumerate(self.plans))[first:]
         return [(rank, piece) for i, plan in plans for rank in others for piece in plan.pieces(rank, i)]
 
-    def forget_slots(self) -> None:
-        super().forget_slots()
-        self._others.clear()
-
     def add_up(self, slots: tuple[Segment | None, ...], reading: _PendingShmReduction) -> None:
         """Write this rank's part to its shards and, while it is in a cache, to its slot; then copy those of the others
         from theirs."""
         transport, shards = self.transport, reading.shards
-        for total in self.sums(slots):
+        sums, others = self.bind(slots)
+        for total in sums:
             total.write(shards, reading.divisor)
             mine, block = total.block.of_shard(shards[total.block.section]), total.block
             slot = block.of_full(self.fulls[block.section]).copy_(mine)
@@ -346,7 +341,6 @@ class _HostSumRoute(_HostReduceRoute):
                 mine.copy_(slot)  # rounded, as the others see it
         transport.summed.set(reading.number)
         transport.local_ranks.wait(transport.summed, reading.number, "a reduction", self.tag)
-        others = self._others.get(slots) or self._others.setdefault(slots, self._in_other_slots(slots))
         if others:  # else they have no part of parameters as small as these
             targets = [piece.of_shard(shards[piece.section]) for piece, _ in others]
             foreach_copy(targets, [values for _, values in others])
@@ -357,8 +351,6 @@ class _HostSumRoute(_HostReduceRoute):
         shift = self._shifts[piece.section][bisect_right(starts, piece.full_start) - 1]
         return replace(piece, shard_start=piece.full_start + shift, shard_stride=piece.full_stride)
 
-    @torch.inference_mode(False)
-    def _in_other_slots(self, slots: tuple[Segment | None, ...]) -> list[tuple[Piece, torch.Tensor]]:
-        """What the other ranks add up, and where they have it."""
+    def _summed_by_others(self, slots: tuple[Segment | None, ...]) -> list[tuple[Piece, torch.Tensor]]:
         fulls, others = [self._in_slots(i, slots) for i in range(len(self.plans))], self._pieces_of_others(0)
         return [(self._in_shard(piece), piece.of_full(fulls[piece.section][rank])) for rank, piece in others]
