@@ -210,11 +210,9 @@ class _MessageRoute(PieceRoute):
         plans = vectors(self.plans)
         #: The rank whose large pieces come where they are added up, before any other's but this rank's own; -1: none.
         self.first = -1 if self.gathers or self.scratch else int(self.rank == 0)
-        self._own: Copies = ([], [])  # what this rank has, into its own full buffers
-        if self.gathers:
-            with torch.inference_mode(False):
-                pieces = [piece for i, plan in enumerate(plans) for piece in plan.pieces(self.rank, i)]
-                self._own = list(map(self._full, pieces)), list(map(self._source, pieces))
+        own = [piece for i, plan in enumerate(plans) for piece in plan.pieces(self.rank, i) if self.gathers]
+        with torch.inference_mode(False):  # what this rank has, into its own full buffers
+            self._own: Copies = list(map(self._full, own)), list(map(self._source, own))
         itemsizes = tuple(dtype.itemsize for dtype in self.dtypes)
         capacity = max(LEAST_STAGING, staging // (DEPTH * len(self._peers)))
         large = min(large, capacity, *(each.numel * self.dtypes[each.section].itemsize for each in self.zero_copy))
