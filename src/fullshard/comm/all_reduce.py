@@ -7,7 +7,6 @@ all-reduce of the backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,11 +26,9 @@ def sum_route(
     device: torch.device,
 ) -> Route:
     """The route by which replicas add up what they have in buffers of ``transport``, and beside these."""
-    route = transport.sum_route(transfers, process_group, tag)
-    if route is not None:
-        return route
-    request = Request("reduce", transfers, process_group, tag)
-    return AllReduceRoute(transport.reduce_route(transfers, None, tag), request, device)
+    return transport.sum_route(transfers, process_group, tag) or AllReduceRoute(
+        transport.reduce_route(transfers, None, tag), Request("reduce", transfers, process_group, tag), device
+    )
 
 
 class AllReduceRoute:
@@ -67,15 +64,14 @@ class AllReduceRoute:
                 divide_(values, scaling.before)
                 work = dist.all_reduce(values, scaling.op, self._group, async_op=self._is_host)
                 started.append((work, values, scaling.after))
-        return Started(partial(self._finish, started, shards))
 
-    def _finish(
-        self, started: Sequence[tuple[dist.Work | None, torch.Tensor, float]], shards: Sequence[torch.Tensor]
-    ) -> None:
-        with waiting(*self._wait):
-            for work, _, _ in started:
-                if work is not None:
-                    work.wait()
-        for _, values, divisor in started:
-            divide_(values, divisor)
-        self._local.start(shards)
+        def finish() -> None:
+            with waiting(*self._wait):
+                for work, _, _ in started:
+                    if work is not None:
+                        work.wait()
+            for _, summed, divisor in started:
+                divide_(summed, divisor)
+            self._local.start(shards)
+
+        return Started(finish)

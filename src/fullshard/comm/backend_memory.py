@@ -38,12 +38,7 @@ def process_group_memory(group: Any) -> BackendMemory:
 
 
 def symmetric_memory(group: Any, backend: str = "NCCL") -> BackendMemory:
-    """Symmetric memory of NCCL, from now on that of the whole process. All ranks must call it.
-
-    Raises:
-        NotImplementedError: storages cannot exchange their memory, as before torch 2.12.
-        ValueError: another backend than NCCL.
-    """
+    """Symmetric memory of NCCL, from now on that of the whole process. All ranks must call it."""
     if backend != "NCCL":
         raise ValueError(f"symmetric memory is supported with the NCCL backend, got {backend!r}")
     if not CAN_SWAP_MEMORY:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -117,22 +117,14 @@ class _CollectiveCarrier(Carrier):
                 self._work.wait()
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The tensors of one call of a collective.
+class _Call(NamedTuple):
+    """The tensors of one call of a collective. A *target* is a shard or, if there are several outputs, a part."""
 
-    Args:
-        before: copies before it, if any.
-        inputs: what it reads; a number is that of a zero-copy parameter that the start brings.
-        outputs: what it writes; a number is that of a *target*: a shard or, if there are several outputs, a part.
-        after: copies after a gather.
-        reduced: after a reduction, targets and what is copied to them, or ``None`` where they are written already.
-    """
-
-    before: Callable[[], object] | None
-    inputs: list[Any]
-    outputs: list[Any]
-    after: Callable[[], object] | None
+    before: Callable[[], object] | None  # copies before it, if any
+    inputs: list[Any]  # what it reads; a number is that of a zero-copy parameter that the start brings
+    outputs: list[Any]  # what it writes; a number is that of a target
+    after: Callable[[], object] | None  # copies after a gather
+    #: After a reduction, targets and what is copied to them, or ``None`` where they are written already.
     reduced: Sequence[tuple[int, torch.Tensor | None]]
 
 
@@ -251,7 +243,7 @@ class _CollectiveRoute:
 
     def _gather(self, messages: Messages, memory: Iterator[torch.Tensor]) -> _Call:
         shards, fulls, rank = self._shards, self._fulls, self._group.rank()
-        before: Callable[[], object] | None = None
+        before = None
         after: Callable[[], object] | None = None
         inputs, outputs = list[Any](), list[Any]()
         if messages.is_full and self._comm is None:
@@ -279,8 +271,7 @@ class _CollectiveRoute:
 
     def _reduce(self, messages: Messages, memory: Iterator[torch.Tensor]) -> _Call:
         before: Callable[[], object] | None = None
-        inputs, outputs = list[Any](), list[Any]()
-        reduced: list[tuple[int, torch.Tensor | None]] = []
+        inputs, outputs, reduced = list[Any](), list[Any](), list[tuple[int, torch.Tensor | None]]()
         members, is_single = messages.members, messages.is_single
         fronts = members if is_single else range(len(members))
         if messages.numel:

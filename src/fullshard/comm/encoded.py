@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from queue import SimpleQueue
@@ -91,8 +90,7 @@ def lay_out_message(
     return EncodedMessage(chunks, tuple(exact), start)
 
 
-@dataclass(frozen=True)
-class ExchangeMemory:
+class ExchangeMemory(NamedTuple):
     """The messages of one exchange in memory, by rank."""
 
     sent: Sequence[torch.Tensor]  # in a gather the same for all
@@ -231,7 +229,7 @@ class _EncodedExchange:
             foreach_copy([self._exact(*each) for each in exact], [self._source(piece) for _, piece, _ in exact])
         lost = feedback.lost if feedback else ()
         chunks = [
-            self._tensors(chunk, self._sent[owner], has_targets=route.gathers, lost=lost)
+            self._tensors(chunk, self._sent[owner], route.gathers, lost)
             for owner in owners
             for chunk in route.messages[owner].chunks
         ]
@@ -254,7 +252,7 @@ class _EncodedExchange:
             return self._add_up(route.messages[route.rank])
         others = [rank for rank in range(route.size) if rank != route.rank]
         chunks = [
-            self._tensors(chunk, self._received[rank], has_sources=False)
+            self._tensors(chunk, self._received[rank], is_own=False)
             for rank in (others if is_host(route.device) else range(route.size))  # a device decodes its own here too
             for chunk in route.messages[rank].chunks
         ]
@@ -271,14 +269,13 @@ class _EncodedExchange:
     def _add_up(self, message: EncodedMessage) -> None:
         """Write the sums of this rank's own gradients and of those that came."""
         route, feedback = self._route, self._route.wire.feedback
-        self._add_up_chunks(
-            route.wire.encoding, message.chunks, feedback.lost if feedback and feedback.is_loaded else ()
-        )
+        lost = feedback.lost if feedback and feedback.is_loaded else ()
+        self._add_up_chunks(route.wire.encoding, message.chunks, lost)
         if feedback is not None:
             feedback.is_loaded = False
         exact = dict[torch.dtype, list[EncodedChunk]]()
         for piece, start in message.exact:
-            dtype, shard_dtype = route.dtypes[piece.section], route.shard_dtypes[piece.section]
+            dtype = route.dtypes[piece.section]
             for block in blocks(piece):
                 at = start + (block.shard_start - piece.shard_start) * dtype.itemsize
                 if is_host(route.device):
@@ -286,7 +283,7 @@ class _EncodedExchange:
                         self._source(block) if rank == route.rank else self._exact(received, block, at)
                         for rank, received in enumerate(self._received)
                     ]
-                    Sum(block, terms, dtype, shard_dtype, self._lease).write(self._shards, self._divisor)
+                    Sum(route, block, terms, self._lease).write(self._shards, self._divisor)
                 else:
                     span = at, at + block.numel * dtype.itemsize
                     exact.setdefault(dtype, []).append(EncodedChunk(((block, 0),), block.numel, span))
@@ -298,26 +295,18 @@ class _EncodedExchange:
     ) -> None:
         """Write the sums of chunks that lie alike in the messages of all other ranks."""
         route = self._route
-        tensors = [self._tensors(chunk, self._received[route.rank], lost=lost) for chunk in chunks]
-        others = [
-            [received[slice(*chunk.span)] for chunk in chunks]
-            for rank, received in enumerate(self._received)
-            if rank != route.rank
-        ]
+        tensors = [self._tensors(chunk, self._received[route.rank], True, lost) for chunk in chunks]
+        received = [each for rank, each in enumerate(self._received) if rank != route.rank]
+        others = [[each[slice(*chunk.span)] for chunk in chunks] for each in received]
         add_up(encoding, tensors, others, partial(divide_, divisor=self._divisor), self._chunk)
 
     def _tensors(
-        self,
-        chunk: EncodedChunk,
-        message: torch.Tensor,
-        has_sources: bool = True,
-        has_targets: bool = True,
-        lost: Sequence[torch.Tensor] = (),
+        self, chunk: EncodedChunk, message: torch.Tensor, is_own: bool, lost: Sequence[torch.Tensor] = ()
     ) -> EncodedTensors:
-        """The tensors of a chunk, and their place in a message."""
+        """The tensors of a chunk, and their place in a message. Shards only have what is this rank's own."""
         pieces, starts = zip(*chunk.pieces, strict=True)
-        sources = [*map(self._source, pieces)] if has_sources else []
-        targets = [*map(self._target, pieces)] if has_targets else []
+        sources = [*map(self._source, pieces)] if is_own or not self._route.gathers else []
+        targets = [*map(self._target, pieces)] if is_own or self._route.gathers else []
         kept = [piece.of_full(lost[piece.section]) for piece in pieces] if lost else []
         return EncodedTensors(starts, chunk.numel, message[slice(*chunk.span)], sources, targets, kept)
 

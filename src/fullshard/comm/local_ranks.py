@@ -35,7 +35,7 @@ class LocalRanks:
         self.process_group = weakref.ref(process_group)  # which knows this object as long as it lives
         self.global_ranks = dist.get_process_group_ranks(process_group)
         self.rank, self.size = process_group.rank(), process_group.size()
-        self._pids = pids
+        self.pids = pids
         self._looks = _LOOK if self.size <= (os.cpu_count() or 1) else 0.0
         self._timeout = timeout_of(process_group)
         self._rank_of: dict[int, int] = {}
@@ -51,8 +51,7 @@ class LocalRanks:
         afterwards, and ``view`` shows the same, and writes to it to this rank alone. ``None`` is for a rank that has
         nothing yet. Returns whether all ranks could; if not, nothing has changed.
         """
-        common: Segment | None = None
-        look: Segment | None = None
+        common = look = None
         nbytes, process_group = segment.address.nbytes if segment is not None else 0, self.process_group()
         with suppress(OSError):
             common = Segment.create(nbytes) if self.rank == 0 and nbytes else None
@@ -88,10 +87,9 @@ class LocalRanks:
         try:
             while not counters.reached(value):
                 now = time.monotonic()
-                if now - begin < self._looks:
-                    continue
                 if now - begin < _YIELD:
-                    linux.sched_yield()
+                    if now - begin >= self._looks:
+                        linux.sched_yield()
                     continue
                 if WAITS.current is None:
                     WAITS.current = Wait(doing, self.process_group(), tag)
@@ -109,28 +107,20 @@ class LocalRanks:
         ended = [self._rank_of[file] for file in ready(self._rank_of)]  # before the look at where they are
         missing = [rank for rank in range(self.size) if rank != self.rank and counters.of(rank) < value]
         here = f"rank {self.global_ranks[self.rank]} waited in {describe_with_position(wait)}"
-        if lost := ", ".join(self._name(rank) for rank in missing if rank in ended):
+        if lost := ", ".join(self.name(rank) for rank in missing if rank in ended):
             why = WAITS.explain(self.process_group())
             raise PeerFailureError(f"{here}, for rank {lost}, which has ended. {why}")
         if missing and WAITS.verdict is not None:
             raise PeerFailureError(f"{here}. {WAITS.verdict}")
         if missing and waited > self._timeout:
             raise PeerFailureError(
-                f"{here}, for rank {', '.join(map(self._name, missing))} for {self._timeout:.0f} s, the timeout of its "
+                f"{here}, for rank {', '.join(map(self.name, missing))} for {self._timeout:.0f} s, the timeout of its "
                 f"process group: that rank was slow, failed, or runs something else. All ranks must run the same "
                 f"forwards and backwards"
             )
 
-    def refuse_child(self, doing: str) -> None:
-        """Raise in a process that was forked from a rank."""
-        if os.getpid() != self._pids[self.rank]:
-            raise RuntimeError(
-                f"process {os.getpid()} was forked from rank {self._name(self.rank)} and is at {doing}: it has a "
-                f"copy of the parameters from then, and only the ranks themselves can run forwards and backwards"
-            )
-
-    def _name(self, rank: int) -> str:
-        return f"{self.global_ranks[rank]} (process {self._pids[rank]})"
+    def name(self, rank: int) -> str:
+        return f"{self.global_ranks[rank]} (process {self.pids[rank]})"
 
 
 class PassBarrier:
@@ -148,8 +138,12 @@ class PassBarrier:
     def enter(self, doing: str, kind: Literal[0, 1] = 0, steps: int = 0) -> None:
         """Wait until all ranks enter, for a forward or a backward (``kind`` 1), after so many ``steps`` of optimizers.
         Raises RuntimeError if a rank enters another pass, has ended or is late, or if this process was forked."""
-        counters, local_ranks = self._counters, self._local_ranks
-        local_ranks.refuse_child(doing)
+        counters, local_ranks, mine = self._counters, self._local_ranks, self._local_ranks.rank
+        if os.getpid() != local_ranks.pids[mine]:
+            raise RuntimeError(
+                f"process {os.getpid()} was forked from rank {local_ranks.name(mine)} and is at {doing}: it has a "
+                f"copy of the parameters from then, and only the ranks themselves can run forwards and backwards"
+            )
         forget_copies()
         number = counters.value // 8 + 1
         counters.note(steps)
@@ -158,19 +152,18 @@ class PassBarrier:
         for rank in range(local_ranks.size):
             said = counters.of(rank)  # perhaps a pass ahead, if it has noticed and was reset
             is_other = (said >> (said // 8 - number)) & 1 != kind
-            if not is_other and counters.noted(rank) == steps:
-                continue
-            here, there = local_ranks.global_ranks[local_ranks.rank], local_ranks.global_ranks[rank]
+            here, there = local_ranks.global_ranks[mine], local_ranks.global_ranks[rank]
             if is_other:
                 raise RuntimeError(
                     f"rank {here} is at {doing} and rank {there} is not: one of them has left out a forward or a "
                     f"backward. All ranks must run the same ones, the same number of times, also in an evaluation"
                 )
-            raise RuntimeError(
-                f"rank {here} is at {doing} after {steps} optimizer steps and rank {there} after "
-                f"{counters.noted(rank)}: one of them has left out a micro-batch or a step, or steps different "
-                f"parameters. All ranks must run the same number of micro-batches per optimizer step"
-            )
+            if counters.noted(rank) != steps:
+                raise RuntimeError(
+                    f"rank {here} is at {doing} after {steps} optimizer steps and rank {there} after "
+                    f"{counters.noted(rank)}: one of them has left out a micro-batch or a step, or steps different "
+                    f"parameters. All ranks must run the same number of micro-batches per optimizer step"
+                )
 
     def leave(self, doing: str) -> None:
         """Wait until all ranks leave."""

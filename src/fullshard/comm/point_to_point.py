@@ -55,8 +55,7 @@ Message = tuple[torch.Tensor | Piece, int]
 
 class PointToPointTransport(Transport):
     """Moves buffers by messages between ranks; small groups of two ranks by the transport ``native``, if there is one.
-    ``staging`` is for what an exchange receives from all ranks together; ``large`` pieces have messages of their own.
-    """
+    ``staging`` is for what an exchange receives from all ranks; ``large`` pieces have messages of their own."""
 
     name = "p2p"
     takes_messages = True
@@ -110,8 +109,7 @@ class _Exchange:
 
     def post(self, planned: _BoundRound) -> None:
         route, group, tag = self.route, self.route.process_group, self.route.tag
-        works: list[tuple[dist.Work, int]] = []
-        self.works.append(works)
+        self.works.append(works := [])
         peer: int | None = None
         try:
             for to, peer in planned.receives:
@@ -202,21 +200,19 @@ class _MessageRoute(PieceRoute):
 
     def __init__(self, request: Request, staging: int, large: int) -> None:
         super().__init__(request)
-        direction, transfers, process_group, tag, _ = request
+        direction, _, process_group, tag, _ = request
         self.process_group = process_group
         self.posted = _posted.setdefault(process_group, [])
         what = "a point-to-point " + ("all-gather" if self.gathers else "reduce-scatter")
         self.wait = Wait(what, process_group, tag, self.gathers)
         self.tag = _message_tag(self.wait)
         self._peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        plans = vectors([transfer.plan for transfer in transfers])
+        plans = vectors(self.plans)
         #: The rank whose large pieces come where they are added up, before any other's but this rank's own; -1: none.
         self.first = -1 if self.gathers or self.scratch else int(self.rank == 0)
-        self._own: Copies = ([], [])  # what this rank has, into its own full buffers
-        if self.gathers:
-            with torch.inference_mode(False):
-                pieces = [piece for i, plan in enumerate(plans) for piece in plan.pieces(self.rank, i)]
-                self._own = list(map(self._full, pieces)), list(map(self._source, pieces))
+        own = [piece for i, plan in enumerate(plans) for piece in plan.pieces(self.rank, i) if self.gathers]
+        with torch.inference_mode(False):  # what this rank has, into its own full buffers
+            self._own: Copies = list(map(self._full, own)), list(map(self._source, own))
         itemsizes = tuple(dtype.itemsize for dtype in self.dtypes)
         capacity = max(LEAST_STAGING, staging // (DEPTH * len(self._peers)))
         large = min(large, capacity, *(each.numel * self.dtypes[each.section].itemsize for each in self.zero_copy))
@@ -249,8 +245,7 @@ class _MessageRoute(PieceRoute):
     def _bind(self, lease: Lease) -> list[_BoundRound]:
         """The rounds in the memory of a lease, kept for the next time that it comes."""
         starts = [self.scratch + number % DEPTH * self._turn for number in range(len(self._rounds))]
-        bound = self._bound[lease.index] = list(map(self._make, self._rounds, repeat(lease), starts))
-        return bound
+        return self._bound.setdefault(lease.index, [*map(self._make, self._rounds, repeat(lease), starts)])
 
     def _arriving(self, rounds: Sequence[Round]) -> list[tuple[int, Round]]:
         """Which rank sends what in a round."""
@@ -309,12 +304,11 @@ class _MessageRoute(PieceRoute):
         if it has no start there, in the shard."""
         offset += (block.shard_start - piece.shard_start) * self.dtypes[piece.section].itemsize
         terms: list[torch.Tensor | Piece | None] = []
-        for rank in range(len(self._peers) + 1):
+        for rank in range(self.size):
             start = starts.get(rank)
             staged = None if start is None else self._staged(lease, start, block, offset)
             terms.append(self._given(block) if rank == self.rank else staged)
-        dtypes = self.dtypes[piece.section], self.shard_dtypes[piece.section]
-        return Sum(block, terms, *dtypes, lease)
+        return Sum(self, block, terms, lease)
 
     def _full(self, piece: Piece) -> torch.Tensor:
         return piece.of_full(self.fulls[piece.section])

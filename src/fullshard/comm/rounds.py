@@ -69,9 +69,7 @@ def plan_rounds(
 ) -> tuple[Round, ...]:
     """The rounds in which the parts of ``owner`` get from it to any other rank (``gather``), or from any other to it. A
     piece of ``large`` bytes or more gets a message of its own; ``capacity`` is the staging of a round, in bytes."""
-    unstaged: list[Piece] = []
-    whole: list[Piece] = []
-    packed: list[Piece] = []
+    unstaged, whole, packed = list[Piece](), list[Piece](), list[Piece]()
 
     def choose(piece: Piece, is_large: bool) -> list[Piece]:
         if direction == "gather" and is_large:
@@ -96,19 +94,15 @@ def _pieces(
         for piece in plan.pieces(owner, section):
             if piece.is_kept and not with_kept:
                 continue
-            if len(piece.shape) > 1 and piece.row * itemsize >= large:
-                yield from (piece.part(row, row + 1) for row in range(piece.shape[0]))
-            else:
-                yield piece
+            rows = piece.shape[0] if len(piece.shape) > 1 and piece.row * itemsize >= large else 0
+            yield from [piece.part(row, row + 1) for row in range(rows)] or [piece]
 
 
 def _fill(
     whole: Sequence[Piece], packed: Sequence[Piece], itemsizes: Sequence[int], large: int, capacity: int
 ) -> Iterator[Round]:
     """Rounds of at most ``capacity`` bytes, in which pieces that do not fit go on in the next."""
-    apart: list[Staged] = []
-    shared: list[Staged] = []
-    end = 0
+    apart, shared, end = list[Staged](), list[Staged](), 0
     for piece, chosen in [*((piece, apart) for piece in whole), *((piece, shared) for piece in packed)]:
         itemsize = itemsizes[piece.section]
         rest: Piece | None = piece

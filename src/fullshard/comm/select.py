@@ -40,34 +40,27 @@ def select_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
     """The transport for buffers on ``device`` that move among the ranks of ``process_group``, all of which call it.
 
     On gloo and the CPU shared memory if all ranks are on one host, and messages between pairs of ranks otherwise, as
-    collectives copy and allocate several times what they move; the native collectives everywhere else.
-
-    Raises:
-        ValueError: ``FULLSHARD_TRANSPORT`` names no transport, or one that cannot serve this group.
-    """
-    transport, why = choose_transport(process_group, device)
-    if process_group not in _told:
-        _tell(process_group, transport.name, why)
-    return transport
-
-
-def _tell(process_group: dist.ProcessGroup, name: str, why: str) -> None:
-    """Log which transport a process group uses. The first rank of the job shows the first such line even if the program
-    does not configure logging, unless it has set a level for our logger."""
+    collectives copy and allocate several times what they move; the native collectives everywhere else. Raises
+    ValueError if ``FULLSHARD_TRANSPORT`` names no transport, or one that cannot serve this group."""
     global _has_shown
-    size, every, others = process_group.size(), dist.get_world_size(), [each for each in NAMES[1:] if each != name]
+    transport, why = choose_transport(process_group, device)
+    if process_group in _told:
+        return transport
+    size, every, name = process_group.size(), dist.get_world_size(), transport.name
     line = f"{size if size == every else f'{size} of {every}'} ranks use the transport '{name}': {why}"
     if os.environ.get("FULLSHARD_TRANSPORT"):
         line += ". Unset it for the default"
     elif size > 1 and name != CollectiveTransport.name:
-        line += f". FULLSHARD_TRANSPORT={' or '.join(others)} chooses another"
+        line += f". FULLSHARD_TRANSPORT={' or '.join(each for each in NAMES[1:] if each != name)} chooses another"
     _told.add(process_group)
+    # The job's first rank shows its first line even if logging is not configured, unless our logger has a level.
     is_quiet = _log.level != logging.NOTSET or _log.hasHandlers() or dist.get_backend() == "fake"
     if size > 1 and dist.get_rank() == 0 and not _has_shown and not is_quiet:
         _has_shown = True
         print(f"fullshard: {line}", file=sys.stderr, flush=True)
     else:
         _log.info(line)
+    return transport
 
 
 @contextmanager

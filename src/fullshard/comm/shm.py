@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,9 +46,7 @@ _ROUND = 1 << 32
 
 
 class ShmTransport(Transport):
-    """Reduces in memory that ranks share, all of which map ``control``, and moves the rest by ``messages``. Made by
-    :meth:`among`.
-    """
+    """Reduces in memory that ranks share, which all map ``control``, and moves the rest by ``messages``."""
 
     name = "shm"
     gradient_buffers = 2
@@ -59,9 +57,7 @@ class ShmTransport(Transport):
         self._private = messages
         self.local_ranks = local_ranks
         rank, size = local_ranks.rank, local_ranks.size
-        self.ready = Counters(control, 0, rank, size)
-        self.done = Counters(control, LINE * size, rank, size)
-        self.summed = Counters(control, 2 * LINE * size, rank, size)
+        self.ready, self.done, self.summed = (Counters(control, n * LINE * size, rank, size) for n in range(3))
         starts = range(3 * LINE * size, control.address.nbytes, _ENTRIES)
         self.entries = [control.numbers(start, _ENTRIES // 8) for start in starts]
         self.under_way: deque[_PendingShmReduction] = deque()
@@ -194,7 +190,7 @@ class ShmTransport(Transport):
         """Let go of slots that a rank gave back to the system."""
         self._opened[rank].clear()
         for route in self.routes:
-            route.forget_slots()
+            route.known.clear()
 
     def address_of(self, fulls: Iterable[torch.Tensor]) -> Address | None:
         """Where the other ranks find buffers, if they lie in one slot."""
@@ -249,11 +245,10 @@ class _HostReduceRoute(PieceRoute):
         super().__init__(request)
         transport.routes.add(self)
         self.transport, self.tag = transport, request.tag
-        self._plans = [transfer.plan for transfer in request.transfers]
         self._starts = [int(full.storage_offset()) * full.itemsize for full in self.fulls]
         #: The same on ranks that reduce the same parameters.
-        self.subject = hash((*self._starts, *(plan.full_offsets for plan in self._plans)))
-        self.known: dict[tuple[Segment | None, ...], list[Sum]] = {}
+        self.subject = hash((*self._starts, *(plan.full_offsets for plan in self.plans)))
+        self.known: dict[tuple[Segment | None, ...], tuple[list[Sum], list[tuple[Piece, torch.Tensor]]]] = {}
 
     def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
         """Tell the other ranks that the values are ready."""
@@ -271,54 +266,50 @@ class _HostReduceRoute(PieceRoute):
         transport.under_way.append(reading)
         return reading
 
-    def forget_slots(self) -> None:
-        self.known.clear()
-
     def add_up(self, slots: tuple[Segment | None, ...], reading: _PendingShmReduction) -> None:
         """Write this rank's part of the sums to its shards."""
-        for total in self.sums(slots):
+        for total in self.bind(slots)[0]:
             total.write(reading.shards, reading.divisor)
 
     @torch.inference_mode(False)
-    def sums(self, slots: tuple[Segment | None, ...]) -> list[Sum]:
-        """The sums of what lies in the ranks' slots."""
+    def bind(self, slots: tuple[Segment | None, ...]) -> tuple[list[Sum], list[tuple[Piece, torch.Tensor]]]:
+        """The sums of what lies in the ranks' slots, and what is copied from there. Kept for the next time."""
         if slots in self.known:
             return self.known[slots]
         sums = list[Sum]()
-        mine = self.transport.local_ranks.rank
-        for section, plan in enumerate(self._plans):
+        for section, plan in enumerate(self.plans):
             fulls = self._in_slots(section, slots)
-            for piece in plan.pieces(mine, section):
-                for block in blocks(piece):
-                    terms: list[torch.Tensor | None] = [block.of_full(each) for each in fulls]
-                    if section >= len(self._plans) - self._beside:
-                        terms[mine] = None
-                    sums.append(self._sum(block, terms))
-        return self.known.setdefault(slots, sums)
+            for block in [block for piece in plan.pieces(self.rank, section) for block in blocks(piece)]:
+                terms: list[torch.Tensor | None] = [block.of_full(each) for each in fulls]
+                if section >= len(self.plans) - self._beside:
+                    terms[self.rank] = None
+                sums.append(Sum(self, self._in_shard(block), terms, self.transport.scratch))
+        return self.known.setdefault(slots, (sums, self._summed_by_others(slots)))
+
+    def _summed_by_others(self, slots: tuple[Segment | None, ...]) -> list[tuple[Piece, torch.Tensor]]:
+        """What this rank gets of the others' sums, and where they have it: nothing."""
+        return []
 
     def _in_slots(self, section: int, slots: tuple[Segment | None, ...]) -> list[torch.Tensor]:
         """A section in the slots of all ranks."""
         full, start = self.fulls[section], self._starts[section]
         return [full if slot is None else slot.tensor(start, full.numel(), full.dtype) for slot in slots]
 
-    def _sum(self, block: Piece, terms: Sequence[torch.Tensor | None]) -> Sum:
-        dtypes = self.dtypes[block.section], self.shard_dtypes[block.section]
-        return Sum(block, terms, *dtypes, self.transport.scratch)
+    def _in_shard(self, piece: Piece) -> Piece:
+        """A piece of the full buffer, with its place in a shard."""
+        return piece
 
 
 class _HostSumRoute(_HostReduceRoute):
     """The sums of some buffers, of which every rank gets all."""
 
     def __init__(self, transport: ShmTransport, request: Request) -> None:
-        ranks = transport.local_ranks.size
-        over = [transfer._replace(plan=transfer.plan.over(ranks)) for transfer in request.transfers]
+        size = request.process_group.size()
+        over = [transfer._replace(plan=transfer.plan.over(size)) for transfer in request.transfers]
         super().__init__(transport, request._replace(transfers=over))
         #: How far each parameter lies behind its place in the full buffer when it lies in the shard.
-        self._shifts: list[list[int]] = []
-        for plan, _, _ in request.transfers:
-            both = zip(plan.cuts, plan.full_offsets, strict=True)
-            self._shifts.append([cut.share(0).place - full for cut, full in both])
-        self._others: dict[tuple[Segment | None, ...], list[tuple[Piece, torch.Tensor]]] = {}
+        every = [zip(plan.cuts, plan.full_offsets, strict=True) for plan, _, _ in request.transfers]
+        self._shifts = [[cut.share(0).place - full for cut, full in both] for both in every]
 
     def start(
         self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
@@ -326,27 +317,23 @@ class _HostSumRoute(_HostReduceRoute):
         """The same. Of ``zero_copy`` values, which become the sums, only what others add up is copied to the slot."""
         self._beside, shards = len(zero_copy), [*shards, *zero_copy]
         if zero_copy:
-            pieces = self._pieces_of_others()
+            pieces = [piece for _, piece in self._pieces_of_others(len(self.plans) - self._beside)]
             targets = [piece.of_full(self.fulls[piece.section]) for piece in pieces]
-            foreach_copy(targets, [self._in_whole(piece).of_shard(shards[piece.section]) for piece in pieces])
+            foreach_copy(targets, [self._in_shard(piece).of_shard(shards[piece.section]) for piece in pieces])
         return super().start(shards, reduction)
 
-    def _pieces_of_others(self) -> list[Piece]:
-        """What other ranks add up of the values that are not in this rank's slot."""
-        ranks = self.transport.local_ranks
-        others = [rank for rank in range(ranks.size) if rank != ranks.rank]
-        beside = list(enumerate(self._plans))[len(self._plans) - self._beside :]
-        return [piece for i, plan in beside for rank in others for piece in plan.pieces(rank, i)]
-
-    def forget_slots(self) -> None:
-        super().forget_slots()
-        self._others.clear()
+    def _pieces_of_others(self, first: int) -> list[tuple[int, Piece]]:
+        """What other ranks add up of the sections from the ``first`` on."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        plans = list(enumerate(self.plans))[first:]
+        return [(rank, piece) for i, plan in plans for rank in others for piece in plan.pieces(rank, i)]
 
     def add_up(self, slots: tuple[Segment | None, ...], reading: _PendingShmReduction) -> None:
         """Write this rank's part to its shards and, while it is in a cache, to its slot; then copy those of the others
         from theirs."""
         transport, shards = self.transport, reading.shards
-        for total in self.sums(slots):
+        sums, others = self.bind(slots)
+        for total in sums:
             total.write(shards, reading.divisor)
             mine, block = total.block.of_shard(shards[total.block.section]), total.block
             slot = block.of_full(self.fulls[block.section]).copy_(mine)
@@ -354,24 +341,16 @@ class _HostSumRoute(_HostReduceRoute):
                 mine.copy_(slot)  # rounded, as the others see it
         transport.summed.set(reading.number)
         transport.local_ranks.wait(transport.summed, reading.number, "a reduction", self.tag)
-        others = self._others.get(slots) or self._others.setdefault(slots, [*self._in_other_slots(slots)])
         if others:  # else they have no part of parameters as small as these
             targets = [piece.of_shard(shards[piece.section]) for piece, _ in others]
             foreach_copy(targets, [values for _, values in others])
 
-    def _sum(self, block: Piece, terms: Sequence[torch.Tensor | None]) -> Sum:
-        return super()._sum(self._in_whole(block), terms)
-
-    def _in_whole(self, piece: Piece) -> Piece:
-        """A piece of the full buffer and of a shard that has all of it."""
-        starts = self._plans[piece.section].full_offsets
+    def _in_shard(self, piece: Piece) -> Piece:
+        """The same, where a shard has all of the full buffer."""
+        starts = self.plans[piece.section].full_offsets
         shift = self._shifts[piece.section][bisect_right(starts, piece.full_start) - 1]
         return replace(piece, shard_start=piece.full_start + shift, shard_stride=piece.full_stride)
 
-    @torch.inference_mode(False)
-    def _in_other_slots(self, slots: tuple[Segment | None, ...]) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """What the other ranks add up, and where they have it."""
-        for section, plan in enumerate(self._plans):
-            for rank, full in enumerate(self._in_slots(section, slots)):
-                for piece in plan.pieces(rank, section) if slots[rank] is not None else ():
-                    yield self._in_whole(piece), piece.of_full(full)
+    def _summed_by_others(self, slots: tuple[Segment | None, ...]) -> list[tuple[Piece, torch.Tensor]]:
+        fulls, others = [self._in_slots(i, slots) for i in range(len(self.plans))], self._pieces_of_others(0)
+        return [(self._in_shard(piece), piece.of_full(fulls[piece.section][rank])) for rank, piece in others]

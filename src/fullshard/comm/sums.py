@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +26,7 @@ _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 SUM_DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32, **dict(zip(_WIDE, _WIDE, strict=True))}
 
 
-@dataclass(frozen=True)
-class Scaling:
+class Scaling(NamedTuple):
     """A division in three places."""
 
     before: float = 1.0  # of this rank's values, before they travel
@@ -70,7 +68,7 @@ class PieceRoute:
     def __init__(self, request: Request) -> None:
         direction, transfers, group, *_ = request
         self.gathers, self.rank, self.size = direction == "gather", group.rank(), group.size()
-        plans = [transfer.plan for transfer in transfers]
+        self.plans = plans = [transfer.plan for transfer in transfers]
         self.fulls = [alias(transfer.full) for transfer in transfers]
         self.shards = [alias(transfer.shard) for transfer in transfers if self.gathers]  # each reduction brings others
         self.zero_copy = zero_copy_in(plans) if any(plan.is_messages for plan in plans) else []
@@ -90,17 +88,12 @@ class Sum:
     """One block of a shard: the sum of the terms of all ranks, in order. One term at most is ``None``: it is in the
     shard. A term is a piece if it is in a full buffer that is given later. ``scratch`` begins with
     :func:`scratch_bytes` that nobody else uses meanwhile; if the third term or a later one is in the shard, with as
-    many as if it had a wider dtype.
-    """
+    many as if it had a wider dtype."""
 
     def __init__(
-        self,
-        block: Piece,
-        terms: Sequence[torch.Tensor | Piece | None],
-        dtype: torch.dtype,
-        shard_dtype: torch.dtype,
-        scratch: Lease,
+        self, route: PieceRoute, block: Piece, terms: Sequence[torch.Tensor | Piece | None], scratch: Lease
     ) -> None:
+        dtype, shard_dtype = route.dtypes[block.section], route.shard_dtypes[block.section]
         sum_dtype = SUM_DTYPES[dtype]
         self.block, self.terms = block, terms
         #: Where to add them up, if not in the shard itself; where to convert each to the dtype of the sum.

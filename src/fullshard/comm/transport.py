@@ -69,15 +69,10 @@ PLAIN_SUM = Reduction()  # what the ranks bring is added up, and not divided
 
 @dataclass
 class Feedback:
-    """What encodings have lost of the gradients of this rank, to be added to those of the next step.
+    """What encodings have lost of the gradients of this rank, to be added to those of the next step."""
 
-    Attributes:
-        lost: in bf16, in place of each full buffer and then of each zero-copy gradient.
-        is_loaded: whether a checkpoint has put something in the place of this rank's own part, which is not sent.
-    """
-
-    lost: Sequence[torch.Tensor]
-    is_loaded: bool = False
+    lost: Sequence[torch.Tensor]  # in bf16, in place of each full buffer and then of each zero-copy gradient
+    is_loaded: bool = False  # whether a checkpoint has put something in this rank's own part, which is not sent
 
 
 class Wire(NamedTuple):
@@ -149,9 +144,8 @@ class LocalRoute:
             for full, shard in self._gathered:
                 full.copy_(shard, non_blocking=True)
             for piece, full in self._reduced:
-                piece.of_shard(shards[piece.section]).copy_(
-                    full if reduction.divisor == 1 else full / reduction.divisor
-                )
+                values = full if reduction.divisor == 1 else full / reduction.divisor
+                piece.of_shard(shards[piece.section]).copy_(values)
         return Done()
 
 
@@ -163,8 +157,7 @@ class StillRead:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class SharedMemory:
+class SharedMemory(NamedTuple):
     """Memory that all ranks of a process group map, for a group's full buffer; until they do, of this rank alone."""
 
     segment: Segment
@@ -203,7 +196,6 @@ class Transport:
     adds_in_fp32 = False
     #: Whether ranks compare which parameters they reduce while they wait for one another.
     compares_reductions = False
-
     #: Whether its memory is registered with a backend.
     registers_memory = False
     #: Whether it calls functions of the user's, which one rank calls too.
