@@ -12,16 +12,11 @@ class Dropped:
 
 
 def test_passes_nest_as_a_backward_inside_of_a_forward_does() -> None:
-    step = Step()
-    seen = [step.now]
-    for call, kind in (
-        (step.begin_pass, "forward"),
-        (step.begin_pass, "backward"),
-        (step.end_pass, "backward"),
-        (step.end_pass, "forward"),
-    ):
-        call(kind)  # type: ignore[arg-type]
-        seen.append(step.now)
+    seen = [Step().now]
+    order: list[tuple[dict[tuple[Pass, Kind], Pass], Kind]]
+    order = [(BEGIN, "forward"), (BEGIN, "backward"), (END, "backward"), (END, "forward")]
+    for table, kind in order:
+        seen.append(table[seen[-1], kind])
     assert seen == [Pass.NONE, Pass.FORWARD, Pass.NESTED, Pass.FORWARD, Pass.NONE]
 
 
@@ -62,15 +57,14 @@ def test_optimizers_that_take_turns_between_passes_are_one_step() -> None:
             step.begin_pass("forward")
             assert step.steps_before == step.optimizer_steps
             step.begin_pass("backward")
-            step.end_pass("backward")
-            step.end_pass("forward")
+            step.now = Pass.NONE
 
 
 def test_steps_inside_of_a_pass_do_not_change_what_came_before_it() -> None:
     step = Step()
     step.begin_pass("backward")
     step.count_step(self := Dropped())
-    step.end_pass("backward")
+    step.now = END[step.now, "backward"]
     assert (step.optimizer_steps, step.steps_before) == (1, 0)
     step.begin_pass("forward")
     step.count_step(self)

@@ -101,9 +101,6 @@ class Step:
             self.steps_before = self.optimizer_steps
         self.now = BEGIN[self.now, kind]
 
-    def end_pass(self, kind: Kind) -> None:
-        self.now = END[self.now, kind]
-
     def count_step(self, optimizer: object) -> None:
         """Count a step of an optimizer. Ranks may have different numbers of optimizers, each for some parameters."""
         count = self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard.buffer.heap import keep_freed, return_freed
@@ -27,12 +28,11 @@ from fullshard.group.comm_context import CommContext
 from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import plain_name
-from fullshard.group.step import FINALIZE, Kind, Pass, Step
+from fullshard.group.step import END, FINALIZE, Kind, Pass, Step
 from fullshard.group.strategy import Placement
-from fullshard.schedule import checks
+from fullshard.group.verify import compare
 from fullshard.schedule.order import Order
 from fullshard.schedule.passes import Passes
-from fullshard.schedule.states import Idle
 from fullshard.schedule.step_log import StepLog
 from fullshard.torch_private import call_after_backward, make_fx_mode, process_groups, running_backward, version_of
 
@@ -46,28 +46,10 @@ CUT_SHORT = (
 #: Bytes of gradients that are worth a reduction of their own.
 EARLY = 1 << 24
 
+#: A :class:`~fullshard.schedule.unit.Unit`, whose file imports this one.
+Scheduled = Any
 #: Called once in the first outermost forward of each tree, with its unit, after what users changed was noticed.
 first_checks: list[Callable[[Schedule, Scheduled], None]] = []
-
-
-class Scheduled(Protocol):
-    """The part of a :class:`~fullshard.schedule.unit.Unit` that a schedule uses."""
-
-    modules: tuple[nn.Module, ...]
-    state: Idle
-    finalizes_by_hand: bool
-    groups: list[ParamGroup]
-    ignored: set[int]
-    emptied: list[Any]
-
-    @property
-    def forward_prefetch(self) -> Sequence[Scheduled]: ...
-    @property
-    def backward_prefetch(self) -> Sequence[Scheduled]: ...
-    def use_schedule(self, schedule: Schedule) -> None: ...
-    def end_forward(self, schedule: Schedule) -> None: ...
-    def end_backward(self, schedule: Schedule) -> None: ...
-    def reset(self) -> None: ...
 
 
 class Schedule:
@@ -171,7 +153,7 @@ class Schedule:
                 "model again after init_process_group"
             )
         if step.forwards == 0:
-            checks.check_first_forward(unit.modules, self._groups)
+            check_first_forward(unit.modules, self._groups)
             self.log.announce_calls(self._groups)
         WAITS.position = self._position
         step.forwards += 1
@@ -242,7 +224,7 @@ class Schedule:
                 group.reshard()
         if mark is not None:
             self._last_forward = weakref.ref(mark)
-        self.step.end_pass("forward")
+        self.step.now = END[self.step.now, "forward"]
         self.log.end_pass("forward")
         for unit in self.units:
             if unit.state.to_run:  # modules of a list that have not run, or of a unit whose error the model caught
@@ -300,7 +282,7 @@ class Schedule:
             self.comm.give_back_memory()  # the root's gradients come next, when the blocks need theirs no more
         for unit in reversed(self.units):
             unit.end_backward(self)
-        self.step.end_pass("backward")
+        self.step.now = END[self.step.now, "backward"]
         self.log.end_pass("backward")
         if self.is_last_backward and not self.root.finalizes_by_hand:
             self._end_step()
@@ -415,6 +397,24 @@ class Schedule:
             if self.inspect is not None:
                 self.inspect(group, False)
             group.gradients.reduce()
+
+
+def check_first_forward(modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) -> None:
+    """Raise RuntimeError if ``modules`` of a tree have buffers on the meta device, and ValueError if the ranks sharded
+    its groups in different orders. Both mistakes would otherwise be silent."""
+    on_meta = [name for module in modules for name, buffer in module.named_buffers() if buffer.is_meta]
+    if on_meta:
+        raise RuntimeError(
+            f"buffers are still on the meta device: {on_meta}. Materialize them before the first use, for example with "
+            f"module.to_empty(device=...) and then reset_parameters() or load_state_dict()"
+        )
+    by_process_group: dict[dist.ProcessGroup, list[str]] = {}
+    for group in sorted(groups, key=lambda group: group.tag):  # in the order in which they were sharded
+        if group.data.shard_group is not None:
+            names = ", ".join(f"'{param.name}'" for param in group.params)
+            by_process_group.setdefault(group.data.shard_group, []).append(f"the group of {names} (tag {group.tag})")
+    for process_group, described in by_process_group.items():
+        compare(described, 0, process_group, "did not shard their modules in the same order")
 
 
 def _position(schedule: weakref.ref[Schedule]) -> Position:
