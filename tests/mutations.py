@@ -910,7 +910,7 @@ MUTATIONS = (
     ),
     Mutation(
         "group/step.py",
-        "self.optimizer_steps += count > self._most",
+        "self.optimizer_steps = max(self.optimizer_steps, count)",
         "self.optimizer_steps += 1",
         "tests/optim/test_steps.py::test_ranks_may_have_different_numbers_of_optimizers",
     ),

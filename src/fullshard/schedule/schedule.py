@@ -28,7 +28,7 @@ from fullshard.group.comm_context import CommContext
 from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import plain_name
-from fullshard.group.step import END, FINALIZE, Kind, Pass, Step
+from fullshard.group.step import BEGIN, END, FINALIZE, Kind, Pass, Step
 from fullshard.group.strategy import Placement
 from fullshard.group.verify import compare
 from fullshard.schedule.order import Order
@@ -92,6 +92,7 @@ class Schedule:
                 group.name = ", ".join(plain_name(names.get(id(member), "?")) for member in unit.modules)
                 before, group.step = group.step, self.step  # steps of optimizers come before the first forward too
                 self.step.optimizer_steps = max(self.step.optimizer_steps, before.optimizer_steps)
+                self.step.steps_before = self.step.optimizer_steps
                 self.step.updates = max(self.step.updates, before.updates)
                 group.use_comm_context(self.comm)
                 for param in group.params:
@@ -166,13 +167,15 @@ class Schedule:
 
     def begin_pass(self, kind: Kind) -> None:
         """Begin a pass."""
-        is_outermost = self.step.now is Pass.NONE
-        self.step.begin_pass(kind)
+        step, is_outermost = self.step, self.step.now is Pass.NONE
+        if is_outermost:
+            step.steps_before = step.optimizer_steps
+        step.now = BEGIN[step.now, kind]
         if is_outermost and self.log.listeners:
             self.log("begin", kind)
         shared = [group for group in self._groups if group.shard.shared is not None and not group.shard.is_unmapped]
         if shared and is_outermost:
-            self.passes.begin(kind, shared, self.step.steps_before)
+            self.passes.begin(kind, shared, step.steps_before)
 
     def _check_pass(self, kind: Kind) -> None:
         """End a pass with the other ranks, and raise RuntimeError if ranks differed in it and its results may be used,
