@@ -17,7 +17,7 @@ class Dropped:
 
 def begin_pass(step: Step, kind: Kind) -> None:
     """Begin a pass of a tree without groups."""
-    tree: Any = SimpleNamespace(step=step, log=Log(), _groups=())
+    tree: Any = SimpleNamespace(step=step, log=Log(), groups=())
     Schedule.begin_pass(tree, kind)
 
 

@@ -356,8 +356,7 @@ class MappedBuffer(FullBuffer):
         self.buffer = SharedBuffer(shared.memory.view, shared.memory.start, nbytes)
 
     def is_current(self) -> bool:
-        reads = self._group.step.now.reads_shared
-        if not reads or self._values is None or self._values[1] != self.count_writes():
+        if not self._group.step.now.reads_shared or self._values is None or self._values[1] != self.count_writes():
             return False
         if self._versions == tuple(map(private.version_of, self.leaves)):
             self.buffer.be_shared()  # otherwise modules show what was written until it is resharded

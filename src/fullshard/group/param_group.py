@@ -206,9 +206,8 @@ class ParamGroup(GroupContext):
 
     def _needs_other_memory(self, param: ShardedParameter) -> bool:
         values = param.values
-        if param.is_sharded and param.extends != param.defines_gather(values):
-            return True
-        return values.dtype != param.dtype or (self.shard.is_meta and not values.is_meta)
+        differs = param.is_sharded and param.extends != param.defines_gather(values)
+        return differs or values.dtype != param.dtype or (self.shard.is_meta and not values.is_meta)
 
     def map_shared(self) -> None:
         """Map the memory that the ranks of a host share; use private memory if there is not enough."""

@@ -59,10 +59,10 @@ class Schedule:
         self.root = root
         self.units = units
         self.device = device
-        self._groups = [group for unit in units for group in unit.groups]
+        self.groups = [group for unit in units for group in unit.groups]
         self.has_streams = not is_host(device)
-        self._starts_early = is_host(device) and any(each.full.source.starts_ahead for each in self._groups)
-        used = [each for group in self._groups for each in (group.data.shard_group, group.data.replicate_group)]
+        self._starts_early = is_host(device) and any(each.full.source.starts_ahead for each in self.groups)
+        used = [each for group in self.groups for each in (group.data.shard_group, group.data.replicate_group)]
         self._process_groups = list(dict.fromkeys(each for each in used if each is not None))
         self.comm = CommContext(device)
         self.step = Step(self.begin_backward)
@@ -100,14 +100,14 @@ class Schedule:
                     location = param.locations[0]
                     param.rename(plain_name(f"{names.get(id(location.module), '')}.{location.name}"))
         self.size_slots()
-        if self.device == CPU and not any(group.offloaded.disk is not None for group in self._groups):
+        if self.device == CPU and not any(group.offloaded.disk is not None for group in self.groups):
             # The reduced gradients, those of autograd that wait to be taken, and activations of a similar size.
-            largest = max([group.full.buffer.nbytes for group in self._groups], default=0)
-            keep_freed(self, 2 * sum(group.shard.nbytes for group in self._groups) + 4 * largest)
+            largest = max([group.full.buffer.nbytes for group in self.groups], default=0)
+            keep_freed(self, 2 * sum(group.shard.nbytes for group in self.groups) + 4 * largest)
 
     def size_slots(self) -> None:
         """Make ordinary slots as large as the largest group that takes turns."""
-        for group in self._groups:
+        for group in self.groups:
             options, buffer, pool = group.options, group.full.buffer, group.parameter_pool
             stays = options.strategy.after_forward is Placement.REPLICATED or options.keep_unsharded_storage
             buffer.takes_turns = not stays
@@ -118,14 +118,11 @@ class Schedule:
     def free_buffers(self) -> int:
         """Free the buffers kept for the next step, and the transports' staging; returns the bytes freed."""
         nbytes = sum(pool.drop() for pool in self.comm.pools.values()) + SHARED.drop()
-        for transport in {group.reduce_transport for group in self._groups}:
+        for transport in {group.reduce_transport for group in self.groups}:
             transport.close_peers_buffers()
         if is_host(self.device):
             return_freed()
         return nbytes
-
-    def groups(self) -> list[ParamGroup]:
-        return self._groups
 
     def begin_forward(self, unit: Scheduled) -> None:
         """The forward of ``unit`` begins. Raises RuntimeError if an error cut an earlier forward or backward short."""
@@ -154,8 +151,8 @@ class Schedule:
                 "model again after init_process_group"
             )
         if step.forwards == 0:
-            check_first_forward(unit.modules, self._groups)
-            self.log.announce_calls(self._groups)
+            check_first_forward(unit.modules, self.groups)
+            self.log.announce_calls(self.groups)
         WAITS.position = self._position
         step.forwards += 1
         self._notice_changes()
@@ -173,7 +170,7 @@ class Schedule:
         step.now = BEGIN[step.now, kind]
         if is_outermost and self.log.listeners:
             self.log("begin", kind)
-        shared = [group for group in self._groups if group.shard.shared is not None and not group.shard.is_unmapped]
+        shared = [group for group in self.groups if group.shard.shared is not None and not group.shard.is_unmapped]
         if shared and is_outermost:
             self.passes.begin(kind, shared, step.steps_before)
 
@@ -186,7 +183,7 @@ class Schedule:
             self.log("end", kind)
         if kind == "backward" or not torch.is_grad_enabled():
             self.log.check()
-        for group in self._groups:
+        for group in self.groups:
             full = group.full
             if full.state is State.SHARDED and full.versions_set != (*map(version_of, full.leaves),):
                 full.refuse_stale_writes()
@@ -196,13 +193,13 @@ class Schedule:
         event, self.after_optimizer = self.after_optimizer, None
         if self.has_streams and self.comm.forget_marks_at_capture():
             event = None
-        writes = [group.writes for group in self._groups] if event is not None else []
-        for group in self._groups:
+        writes = [group.writes for group in self.groups] if event is not None else []
+        for group in self.groups:
             group.notice_changes()
             group.module_params.left = None
             if group.shard.is_unmapped:
                 group.map_shared()
-        if event is not None and writes == [group.writes for group in self._groups]:
+        if event is not None and writes == [group.writes for group in self.groups]:
             self.step.written = EventMark(event, self.device)
         elif self.has_streams:  # the values of replaced parameters were copied just now
             self.step.written = mark_now(self.device)
@@ -214,7 +211,7 @@ class Schedule:
 
     def end_forward(self, mark: object | None) -> None:
         """The outermost forward ended; ``mark`` lives as long as autograd's graph of it, ``None`` if it has none."""
-        for group in self._groups:
+        for group in self.groups:
             if group.full.state is State.GATHERING:  # gathered ahead for a forward that did not come
                 group.reshard()
         is_last = mark is None or not self.outermost.modules[0].training  # probably no backward follows
@@ -249,7 +246,7 @@ class Schedule:
             self.log.check()
             WAITS.position = self._position
             self._backward_began, self._last_forward = True, None
-            for group in self._groups:
+            for group in self.groups:
                 if group.module_params.left is not None:
                     group.keep_writes()
                     group.module_params.left = None
@@ -325,7 +322,7 @@ class Schedule:
             )
         before = self.step.now
         self.step.now = FINALIZE[before]  # an error leaves it so
-        for group in reversed(self._groups):
+        for group in reversed(self.groups):
             group.gradients.take_left()
             if group.options.strategy.reduces:
                 self.reduce(group)
@@ -357,7 +354,7 @@ class Schedule:
             self.step.now = FINALIZE.get(self.step.now, self.step.now)
             raise
         if self.inspect is not None:
-            for group in self._groups:
+            for group in self.groups:
                 self.inspect(group, True)
         self._forget_step()
         if self.has_streams:
@@ -373,7 +370,7 @@ class Schedule:
         self._forget_step()
         self.step.now = Pass.NONE
         self.passes.end()
-        for transport in {group.reduce_transport: None for group in self._groups}:
+        for transport in {group.reduce_transport: None for group in self.groups}:
             transport.reset()
         for unit in self.units:
             unit.reset()
@@ -425,13 +422,12 @@ def _position(schedule: weakref.ref[Schedule]) -> Position:
     here = schedule()
     if here is None:
         return Position("outside of training")
-    groups, now = here.groups(), here.step.now
+    groups, now = here.groups, here.step.now
     kind: Kind | None = None if now is Pass.NONE else "backward" if now.has_backward else "forward"
     where = f"in the {kind}" if kind else "between the passes"
     tree = min((group.tag for group in groups), default=-1)
-    passes = here.log.passes(kind, tree)
     names = {group.tag: group.title for group in groups}
     last = here.log.latest or next(reversed(here.order.entered), None) if kind else None
     at = f", at {last.title}" if last is not None else ""
     doing = f"{where} of step {here.step.optimizer_steps + 1} (forward {here.step.forwards}){at}"
-    return Position(doing, passes, names, here.log.unlike_before)
+    return Position(doing, here.log.passes(kind, tree), names, here.log.unlike_before)
