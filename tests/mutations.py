@@ -211,14 +211,14 @@ MUTATIONS = (
     ),
     Mutation(
         "group/source.py",
-        "self._values[1] == values[1] and (",
-        "(",
+        "has[1] != values[1] or not (",
+        "not (",
         "tests/group/test_replica.py::test_writes_between_micro_batches_are_seen",
     ),
     Mutation(
         "group/source.py",
-        "(self.accumulates or self._values[0] == values[0])",
-        "self._values[0] == values[0]",
+        "not (self.accumulates or has[0] == values[0])",
+        "has[0] != values[0]",
         "tests/group/test_replica.py::test_a_step_gathers_over_replicas_once_for_all_micro_batches",
     ),
     Mutation(
@@ -910,7 +910,7 @@ MUTATIONS = (
     ),
     Mutation(
         "group/step.py",
-        "self.optimizer_steps += count > self._most",
+        "self.optimizer_steps = max(self.optimizer_steps, count)",
         "self.optimizer_steps += 1",
         "tests/optim/test_steps.py::test_ranks_may_have_different_numbers_of_optimizers",
     ),
@@ -934,8 +934,8 @@ MUTATIONS = (
     ),
     Mutation(
         "group/full_buffer.py",
-        "if self.state.is_unsharded or found == self.versions_set:",
-        "if found:",
+        "if private.version_of(leaf) != before}",
+        "if private.version_of(leaf) == before}",
         "tests/fully_shard/test_arguments.py::test_a_write_to_a_parameter_that_was_kept_is_refused_by_name",
     ),
     Mutation(

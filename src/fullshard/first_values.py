@@ -85,7 +85,7 @@ def _compare(schedule: Schedule, unit: Scheduled) -> None:
         ValueError: on every rank, if a parameter had different values on two ranks, and has them still.
     """
     found: dict[dist.ProcessGroup, list[tuple[str, int | None, int | None]]] = {}
-    for group in sorted(schedule.groups(), key=lambda group: group.tag):
+    for group in sorted(schedule.groups, key=lambda group: group.tag):
         values, group.first_values = group.first_values, None
         if not isinstance(values, FirstValues):
             continue

@@ -73,7 +73,7 @@ def _reduce(schedule: Schedule) -> None:
 
     def begin(_: torch.Tensor) -> None:
         schedule.begin_backward()
-        for group in schedule.groups():
+        for group in schedule.groups:
             for index, param in enumerate(group.params):  # a stage may have computed its gradient itself
                 if param.unsharded is not None and param.unsharded.grad is not None:
                     group.gradients.receive(weakref.ref(group), index, param.unsharded)

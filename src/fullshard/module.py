@@ -448,7 +448,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     schedules = [tree_schedule(unit.modules[0]) for unit in _all_sharded(modules)]
     for schedule in schedules[1:]:
         schedule.comm = schedules[0].comm
-        for group in schedule.groups():
+        for group in schedule.groups:
             group.use_comm_context(schedule.comm)
         schedule.size_slots()
 

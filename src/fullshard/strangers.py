@@ -145,7 +145,7 @@ def _look_for_added(schedule: Schedule, unit: Scheduled) -> None:
     """Warn at the first forward of a tree, and at each one after modules were put into others."""
     _checked.add(schedule)
     ignored = {param for each in schedule.units for param in each.ignored}
-    warn_of_added_parameters(unit.modules, schedule.groups(), ignored)
+    warn_of_added_parameters(unit.modules, schedule.groups, ignored)
 
 
 register_module_module_registration_hook(_check_again)

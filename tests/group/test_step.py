@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from fullshard.group.step import BEGIN, END, FINALIZE, Kind, Log, Pass, Step
+from fullshard.schedule.schedule import Schedule
 
 
 class Dropped:
     """Stands for an optimizer."""
 
 
+def begin_pass(step: Step, kind: Kind) -> None:
+    """Begin a pass of a tree without groups."""
+    tree: Any = SimpleNamespace(step=step, log=Log(), groups=())
+    Schedule.begin_pass(tree, kind)
+
+
 def test_passes_nest_as_a_backward_inside_of_a_forward_does() -> None:
-    step = Step()
-    seen = [step.now]
-    for call, kind in (
-        (step.begin_pass, "forward"),
-        (step.begin_pass, "backward"),
-        (step.end_pass, "backward"),
-        (step.end_pass, "forward"),
-    ):
-        call(kind)  # type: ignore[arg-type]
-        seen.append(step.now)
+    seen = [Step().now]
+    order: list[tuple[dict[tuple[Pass, Kind], Pass], Kind]]
+    order = [(BEGIN, "forward"), (BEGIN, "backward"), (END, "backward"), (END, "forward")]
+    for table, kind in order:
+        seen.append(table[seen[-1], kind])
     assert seen == [Pass.NONE, Pass.FORWARD, Pass.NESTED, Pass.FORWARD, Pass.NONE]
 
 
@@ -35,7 +40,7 @@ def test_a_pass_that_may_not_begin_is_an_error() -> None:
         step = Step()
         step.now = now
         with pytest.raises(KeyError):
-            step.begin_pass(kind)
+            begin_pass(step, kind)
 
 
 def test_what_a_pass_says_of_itself_fits_what_may_follow() -> None:
@@ -59,20 +64,19 @@ def test_optimizers_that_take_turns_between_passes_are_one_step() -> None:
             for name in optimizers:
                 step.count_step(each.get(name) or Dropped())
             assert step.optimizer_steps - before == steps, optimizers
-            step.begin_pass("forward")
+            begin_pass(step, "forward")
             assert step.steps_before == step.optimizer_steps
-            step.begin_pass("backward")
-            step.end_pass("backward")
-            step.end_pass("forward")
+            begin_pass(step, "backward")
+            step.now = Pass.NONE
 
 
 def test_steps_inside_of_a_pass_do_not_change_what_came_before_it() -> None:
     step = Step()
-    step.begin_pass("backward")
+    begin_pass(step, "backward")
     step.count_step(self := Dropped())
-    step.end_pass("backward")
+    step.now = END[step.now, "backward"]
     assert (step.optimizer_steps, step.steps_before) == (1, 0)
-    step.begin_pass("forward")
+    begin_pass(step, "forward")
     step.count_step(self)
     assert (step.optimizer_steps, step.steps_before) == (2, 1)
 

@@ -46,7 +46,7 @@ def test_each_rank_appends_a_line_for_each_step(world: World, transport: str, tm
     assert sorted((line["rank"], line["step"]) for line in lines) == [
         (rank, step) for rank in (0, 1) for step in range(3)
     ]
-    of_all = sum(group.full.buffer.nbytes for group in model._fullshard_unit.schedule.groups())
+    of_all = sum(group.full.buffer.nbytes for group in model._fullshard_unit.schedule.groups)
     gathers = 1 if transport == "p2p" else 0  # in forward; in backward what is left in a slot is used again
     for line in lines:
         assert line["seconds"] >= 0.1
@@ -165,8 +165,8 @@ def test_figures_go_on_when_a_trace_that_began_before_them_ends(world: World, tr
     train = trained(model)
     train(0)
     schedule = unit_of(model).schedule  # type: ignore[union-attr]
-    looked_at = [schedule, *schedule.groups(), schedule.comm.lanes.gather, schedule.comm.lanes.reduce]
-    looked_at += [group.transport.local_ranks for group in schedule.groups() if transport == "shm"]
+    looked_at = [schedule, *schedule.groups, schedule.comm.lanes.gather, schedule.comm.lanes.reduce]
+    looked_at += [group.transport.local_ranks for group in schedule.groups if transport == "shm"]
     before = [set(vars(each)) for each in looked_at]
     trace = fullshard.profile(model, steps=1)
     with fullshard.log_metrics(model, tmp_path / f"{world.rank}"):
@@ -194,7 +194,7 @@ def test_a_model_that_is_deleted_is_not_kept_by_its_figures(world: World, tmp_pa
     model = sharded()
     fullshard.log_metrics(model, tmp_path / "file")
     trained(model)(0)
-    group = weakref.ref(unit_of(model).schedule.groups()[0])  # type: ignore[union-attr]
+    group = weakref.ref(unit_of(model).schedule.groups[0])  # type: ignore[union-attr]
     del model
     gc.collect()
     assert group() is None

@@ -85,8 +85,8 @@ def test_nothing_is_left_of_a_trace(world: World) -> None:
     train = trained(model)
     train(0)
     schedule = unit_of(model).schedule  # type: ignore[union-attr]
-    looked_at = [schedule, schedule.passes, schedule.comm, *schedule.units, *schedule.groups()]
-    looked_at += [vars(group.transport).get("local_ranks", group) for group in schedule.groups()]
+    looked_at = [schedule, schedule.passes, schedule.comm, *schedule.units, *schedule.groups]
+    looked_at += [vars(group.transport).get("local_ranks", group) for group in schedule.groups]
     lanes = schedule.comm.lanes
     looked_at += [lanes.gather, lanes.reduce, lanes.all_reduce]
     before = [dict(vars(each)) for each in looked_at]

@@ -42,7 +42,7 @@ def group(
 def test_groups_of_the_same_ranks_wait_once_at_both_ends_of_a_pass() -> None:
     barrier, transport = Barrier(), object()
     groups = [group(transport, barrier) for _ in range(3)]
-    tree: Any = SimpleNamespace(step=Step(), log=Log(), passes=Passes(), _groups=groups)
+    tree: Any = SimpleNamespace(step=Step(), log=Log(), passes=Passes(), groups=groups)
     Schedule.begin_pass(tree, "forward")
     assert barrier.calls == [("enter", "the beginning of a forward", 0, 0)]
     assert [(each.shard.published, each.full.reads) for each in groups] == [([True], [True])] * 3
@@ -62,7 +62,7 @@ def test_ranks_of_other_transports_have_barriers_of_their_own() -> None:
 def test_what_shares_no_memory_or_has_not_mapped_it_is_left_alone() -> None:
     barrier = Barrier()
     groups = [group(object(), barrier, shares=False), group(object(), barrier, mapped=False)]
-    tree: Any = SimpleNamespace(step=Step(), log=Log(), passes=Passes(), _groups=groups)
+    tree: Any = SimpleNamespace(step=Step(), log=Log(), passes=Passes(), groups=groups)
     Schedule.begin_pass(tree, "forward")
     assert (barrier.calls, [each.full.reads for each in groups]) == ([], [[], []])
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -81,7 +81,6 @@ class FullBuffer:
         self.source = Source(group, shard)
         self._complete = PASSED.wait  # completes the gather, once, while it is GATHERING
         self._extensions = ExtensionGather(group) if any(param.extends for param in group.params) else None
-        self._views: tuple[torch.Tensor, ...] = ()
         self._values: tuple[int, int] | None = None  # forward and version of the values that are in the memory
         self._written: list[int] = []  # versions that count the writes to the shard
         self.leaves: tuple[torch.Tensor, ...] = ()  # the unsharded parameters
@@ -90,13 +89,11 @@ class FullBuffer:
         self.versions_set: tuple[int, ...] = ()  # the versions that the leaves were given last
         self._post_forward: PostForwardShard | None = None  # where the values are, if on a smaller mesh
 
-    @property
+    @cached_property
     def views(self) -> tuple[torch.Tensor, ...]:
         """The sections, once there is memory for them."""
-        if not self._views:
-            with torch.inference_mode(False):
-                self._views = full_views(self.buffer.memory, self._group.sections, self._group.compute_dtypes)
-        return self._views
+        with torch.inference_mode(False):
+            return full_views(self.buffer.memory, self._group.sections, self._group.compute_dtypes)
 
     def count_writes(self) -> int:
         """A number that grows with writes to the shard or to what modules show. A DTensor has a counter of its own."""
@@ -179,11 +176,8 @@ class FullBuffer:
 
     def refuse_stale_writes(self) -> None:
         """Raise RuntimeError if a leaf was written since it was resharded: its memory may be that of another group."""
-        found = tuple(map(private.version_of, self.leaves))
-        if self.state.is_unsharded or found == self.versions_set:
-            return
-        pairs = zip(self.leaves, found, self.versions_set, strict=True)
-        written = {id(leaf) for leaf, now, before in pairs if now != before}
+        pairs = zip(self.leaves, self.versions_set, strict=True)
+        written = {id(leaf) for leaf, before in pairs if private.version_of(leaf) != before}
         names = [param.name for param in self._group.params if id(param.unsharded) in written]
         private.set_versions(self.leaves, self.versions_set)
         raise RuntimeError(
@@ -362,8 +356,7 @@ class MappedBuffer(FullBuffer):
         self.buffer = SharedBuffer(shared.memory.view, shared.memory.start, nbytes)
 
     def is_current(self) -> bool:
-        reads = self._group.step.now.reads_shared
-        if not reads or self._values is None or self._values[1] != self.count_writes():
+        if not self._group.step.now.reads_shared or self._values is None or self._values[1] != self.count_writes():
             return False
         if self._versions == tuple(map(private.version_of, self.leaves)):
             self.buffer.be_shared()  # otherwise modules show what was written until it is resharded

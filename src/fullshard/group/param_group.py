@@ -11,9 +11,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,15 +30,6 @@ from fullshard.group.shard import ShardBuffer
 from fullshard.group.strategy import Placement
 
 _TAGS_APART, _MOST_TAG = 1 << 16, 1 << 28  # tags of messages have 31 bits
-
-
-class Summoned(Protocol):
-    """Full parameters that the modules of a group show instead of its own, see :mod:`fullshard.full_params`."""
-
-    is_left_by_errors: bool  # whether an error leaves it open; the next step closes it
-
-    def current(self) -> Mapping[int, nn.Parameter]: ...
-    def close(self) -> None: ...
 
 
 class ParamGroup(GroupContext):
@@ -63,7 +53,7 @@ class ParamGroup(GroupContext):
         self._copy_tags = itertools.cycle(range(self.tag + _TAGS_APART, _MOST_TAG, _TAGS_APART))
         self.has_custom_communication = False
         self.users: set[Any] = set()
-        self.summoned: Summoned | None = None
+        self.summoned: Any = None  # see :mod:`fullshard.full_params`
         #: Whether the last forward left it unsharded although nobody asked for that. The next one gathers it again, as
         #: the shards may have been written without a trace.
         self.stays_unasked = False
@@ -88,14 +78,13 @@ class ParamGroup(GroupContext):
 
     def unshard(self) -> None:
         """Start to gather, unless the values are there. :meth:`wait_for_unshard` ends it."""
-        full = self.full
-        if full.state is State.GATHERING:
+        if self.full.state is State.GATHERING:
             return
         if self.summoned:
             raise RuntimeError(f"{self} was used inside summon_full_params: leave it before forward or backward")
         if self.shard.is_unmapped:
             self.map_shared()
-            full = self.full
+        full = self.full
         if full.state.is_unsharded:
             if full.is_current():
                 if not self.module_params.shows_unsharded:
@@ -217,9 +206,8 @@ class ParamGroup(GroupContext):
 
     def _needs_other_memory(self, param: ShardedParameter) -> bool:
         values = param.values
-        if param.is_sharded and param.extends != param.defines_gather(values):
-            return True
-        return values.dtype != param.dtype or (self.shard.is_meta and not values.is_meta)
+        differs = param.is_sharded and param.extends != param.defines_gather(values)
+        return differs or values.dtype != param.dtype or (self.shard.is_meta and not values.is_meta)
 
     def map_shared(self) -> None:
         """Map the memory that the ranks of a host share; use private memory if there is not enough."""

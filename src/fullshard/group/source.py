@@ -23,7 +23,7 @@ from fullshard.buffer.sections import shard_bytes, shard_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Route, Transfer
 from fullshard.device import PASSED, Mark, Pending, host_memory, is_host, mark_now
-from fullshard.disk.file import DiskWork, Region
+from fullshard.disk.file import DiskWork
 from fullshard.disk.tensor import in_memory_order
 from fullshard.group.context import GroupContext
 from fullshard.group.mesh import DataMesh
@@ -134,17 +134,14 @@ class DiskSource(StagedSource):
                     staged.copy_(view)
                 continue
             for index, chunk in chunk_views(group.params, section.members, section.plan, staged, group.own_rank):
-                reads.append(self._read(self._shard.stored[index].region, in_memory_order(chunk)))
+                region, chunk = self._shard.stored[index].region, in_memory_order(chunk)
+                if is_host(group.device):
+                    reads.append(region.read(chunk))
+                    continue
+                memory = host_memory(chunk.shape, region.dtype, group.device, pin=False)
+                region.read(memory).wait()
+                chunk.copy_(memory)
         self._reads, self._ahead = DiskWork.of(reads), values
-
-    def _read(self, region: Region, staged: torch.Tensor) -> DiskWork:
-        device = self._group.device
-        if is_host(device):
-            return region.read(staged)
-        memory = host_memory(staged.shape, region.dtype, device, pin=False)
-        region.read(memory).wait()
-        staged.copy_(memory)
-        return DiskWork()
 
     def start_ahead(self, values: Values, is_needed: bool) -> None:
         if is_needed:
@@ -177,17 +174,12 @@ class ReplicaShard(Source):
         self._pending: Pending | None = None
         self._over_replicas: Route | None = None
 
-    def has(self, values: Values) -> bool:
-        """Whether it has the ``values``, or they are on their way."""
-        if self._values is None or self._buffer.slot is None:
-            return False
-        return self._values[1] == values[1] and (self.accumulates or self._values[0] == values[0])
-
     def start_ahead(self, values: Values, is_needed: bool) -> None:
         self.start(values)  # also where the values are there: other ranks may have written
 
     def start(self, values: Values) -> None:
-        if not self.has(values):
+        has = self._values if self._buffer.slot is not None else None  # or they are on their way
+        if has is None or has[1] != values[1] or not (self.accumulates or has[0] == values[0]):
             self._gather(values)
 
     def _gather(self, values: Values) -> None:

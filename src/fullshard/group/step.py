@@ -90,22 +90,10 @@ class Step:
         self.written: Mark = PASSED
         self.begin_backward = begin_backward
         self.log = Log()
-        #: How often each optimizer has stepped since the last pass, and the most that one has. Programs may make an
-        #: optimizer for each parameter, and drop it after its step.
-        self._stepped, self._most = WeakKeyDictionary[object, int](), 0
-
-    def begin_pass(self, kind: Kind) -> None:
-        if self.now is Pass.NONE:
-            if self._most:
-                self._stepped, self._most = WeakKeyDictionary(), 0
-            self.steps_before = self.optimizer_steps
-        self.now = BEGIN[self.now, kind]
-
-    def end_pass(self, kind: Kind) -> None:
-        self.now = END[self.now, kind]
+        #: The step that each optimizer made last. Programs may make an optimizer for each parameter, and drop it then.
+        self._stepped = WeakKeyDictionary[object, int]()
 
     def count_step(self, optimizer: object) -> None:
         """Count a step of an optimizer. Ranks may have different numbers of optimizers, each for some parameters."""
-        count = self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1
-        self.optimizer_steps += count > self._most
-        self._most = max(count, self._most)
+        count = self._stepped[optimizer] = max(self._stepped.get(optimizer, 0), self.steps_before) + 1
+        self.optimizer_steps = max(self.optimizer_steps, count)

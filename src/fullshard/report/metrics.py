@@ -137,7 +137,7 @@ class Metrics(StepObserver):
         self._ended: deque[_Step] = deque()
         self._gathered: dict[int, int] = {}  # bytes that a gather receives from others, by the id of the group
         self._reduced: dict[int, int] = {}
-        for group in schedule.groups():
+        for group in schedule.groups:
             ranks = group.data.shard_size
             sections = GradientDtypes(group).sections([param.sharded.requires_grad for param in group.params])
             self._reduced[id(group)] = from_others(full_bytes(*sections), ranks)
@@ -145,7 +145,7 @@ class Metrics(StepObserver):
         if self.clock.streams is not None:
             self.observe_lanes(self._run)
         self._transferred = DiskFile.transferred()  # up to the last step
-        self._uses_disk = any(group.offloaded.disk is not None for group in schedule.groups())
+        self._uses_disk = any(group.offloaded.disk is not None for group in schedule.groups)
 
     def stop(self) -> None:
         """Write the metrics that are not written yet, and stop. Saves since the last step get a line of their own. May

@@ -159,7 +159,7 @@ class RankObserver:
 
     def _begin_forward(self, schedule: Schedule, unit: Scheduled) -> None:
         """Begin to observe the steps of the first tree of modules that is trained."""
-        trained = any(param.sharded.requires_grad for group in schedule.groups() for param in group.params)
+        trained = any(param.sharded.requires_grad for group in schedule.groups for param in group.params)
         if self._schedule is not None or not trained:
             return
         self._schedule, (module, *_) = schedule, schedule.root.modules

@@ -99,7 +99,7 @@ class Recorder(StepObserver):
         self.under_way: dict[tuple[str, str], int] = {}
         self._computing: dict[tuple[str, str], list[Point]] = {}
         self._gathering = ""
-        self._groups = list(schedule.groups())
+        self._groups = list(schedule.groups)
         self._names = _names_of(self._groups)
         self._by_tag = {group.tag: self._names[id(group)] for group in self._groups}
         wholes = ((self._names[id(g)], g.full.buffer.nbytes, g.data.shard_size) for g in self._groups)

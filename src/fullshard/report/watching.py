@@ -188,7 +188,7 @@ class StepObserver:
         """The ids of the schedule's parameters that an optimizer updates."""
         known = self._params.get(optimizer)
         if known is None or known[0] != len(optimizer.param_groups):
-            ours = [param.sharded for group in self.schedule.groups() for param in group.params]
+            ours = [param.sharded for group in self.schedule.groups for param in group.params]
             # An optimizer that steps in the backward skips parameters of which this rank has no elements.
             self._trained = {id(param) for param in ours if param.requires_grad and param.numel()}
             given = {id(param) for options in optimizer.param_groups for param in options["params"]}
@@ -197,7 +197,7 @@ class StepObserver:
 
     def observe_lanes(self, runner: Callable[..., Mark]) -> None:
         """Let ``runner`` run the work of all lanes: it is called with a lane's name, its ``run`` and the arguments."""
-        for lanes in {id(group.comm): group.comm.lanes for group in self.schedule.groups()}.values():
+        for lanes in {id(group.comm): group.comm.lanes for group in self.schedule.groups}.values():
             for name, lane in zip(("gather", "reduce", "all-reduce"), lanes, strict=True):
                 self._listen(lane.observers, partial(runner, name))
                 self._streams.add(lane._stream)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard.buffer.heap import keep_freed, return_freed
@@ -27,12 +28,11 @@ from fullshard.group.comm_context import CommContext
 from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import plain_name
-from fullshard.group.step import FINALIZE, Kind, Pass, Step
+from fullshard.group.step import BEGIN, END, FINALIZE, Kind, Pass, Step
 from fullshard.group.strategy import Placement
-from fullshard.schedule import checks
+from fullshard.group.verify import compare
 from fullshard.schedule.order import Order
 from fullshard.schedule.passes import Passes
-from fullshard.schedule.states import Idle
 from fullshard.schedule.step_log import StepLog
 from fullshard.torch_private import call_after_backward, make_fx_mode, process_groups, running_backward, version_of
 
@@ -46,28 +46,10 @@ CUT_SHORT = (
 #: Bytes of gradients that are worth a reduction of their own.
 EARLY = 1 << 24
 
+#: A :class:`~fullshard.schedule.unit.Unit`, whose file imports this one.
+Scheduled = Any
 #: Called once in the first outermost forward of each tree, with its unit, after what users changed was noticed.
 first_checks: list[Callable[[Schedule, Scheduled], None]] = []
-
-
-class Scheduled(Protocol):
-    """The part of a :class:`~fullshard.schedule.unit.Unit` that a schedule uses."""
-
-    modules: tuple[nn.Module, ...]
-    state: Idle
-    finalizes_by_hand: bool
-    groups: list[ParamGroup]
-    ignored: set[int]
-    emptied: list[Any]
-
-    @property
-    def forward_prefetch(self) -> Sequence[Scheduled]: ...
-    @property
-    def backward_prefetch(self) -> Sequence[Scheduled]: ...
-    def use_schedule(self, schedule: Schedule) -> None: ...
-    def end_forward(self, schedule: Schedule) -> None: ...
-    def end_backward(self, schedule: Schedule) -> None: ...
-    def reset(self) -> None: ...
 
 
 class Schedule:
@@ -77,10 +59,10 @@ class Schedule:
         self.root = root
         self.units = units
         self.device = device
-        self._groups = [group for unit in units for group in unit.groups]
+        self.groups = [group for unit in units for group in unit.groups]
         self.has_streams = not is_host(device)
-        self._starts_early = is_host(device) and any(each.full.source.starts_ahead for each in self._groups)
-        used = [each for group in self._groups for each in (group.data.shard_group, group.data.replicate_group)]
+        self._starts_early = is_host(device) and any(each.full.source.starts_ahead for each in self.groups)
+        used = [each for group in self.groups for each in (group.data.shard_group, group.data.replicate_group)]
         self._process_groups = list(dict.fromkeys(each for each in used if each is not None))
         self.comm = CommContext(device)
         self.step = Step(self.begin_backward)
@@ -110,6 +92,7 @@ class Schedule:
                 group.name = ", ".join(plain_name(names.get(id(member), "?")) for member in unit.modules)
                 before, group.step = group.step, self.step  # steps of optimizers come before the first forward too
                 self.step.optimizer_steps = max(self.step.optimizer_steps, before.optimizer_steps)
+                self.step.steps_before = self.step.optimizer_steps
                 self.step.updates = max(self.step.updates, before.updates)
                 group.use_comm_context(self.comm)
                 for param in group.params:
@@ -117,14 +100,14 @@ class Schedule:
                     location = param.locations[0]
                     param.rename(plain_name(f"{names.get(id(location.module), '')}.{location.name}"))
         self.size_slots()
-        if self.device == CPU and not any(group.offloaded.disk is not None for group in self._groups):
+        if self.device == CPU and not any(group.offloaded.disk is not None for group in self.groups):
             # The reduced gradients, those of autograd that wait to be taken, and activations of a similar size.
-            largest = max([group.full.buffer.nbytes for group in self._groups], default=0)
-            keep_freed(self, 2 * sum(group.shard.nbytes for group in self._groups) + 4 * largest)
+            largest = max([group.full.buffer.nbytes for group in self.groups], default=0)
+            keep_freed(self, 2 * sum(group.shard.nbytes for group in self.groups) + 4 * largest)
 
     def size_slots(self) -> None:
         """Make ordinary slots as large as the largest group that takes turns."""
-        for group in self._groups:
+        for group in self.groups:
             options, buffer, pool = group.options, group.full.buffer, group.parameter_pool
             stays = options.strategy.after_forward is Placement.REPLICATED or options.keep_unsharded_storage
             buffer.takes_turns = not stays
@@ -135,14 +118,11 @@ class Schedule:
     def free_buffers(self) -> int:
         """Free the buffers kept for the next step, and the transports' staging; returns the bytes freed."""
         nbytes = sum(pool.drop() for pool in self.comm.pools.values()) + SHARED.drop()
-        for transport in {group.reduce_transport for group in self._groups}:
+        for transport in {group.reduce_transport for group in self.groups}:
             transport.close_peers_buffers()
         if is_host(self.device):
             return_freed()
         return nbytes
-
-    def groups(self) -> list[ParamGroup]:
-        return self._groups
 
     def begin_forward(self, unit: Scheduled) -> None:
         """The forward of ``unit`` begins. Raises RuntimeError if an error cut an earlier forward or backward short."""
@@ -171,8 +151,8 @@ class Schedule:
                 "model again after init_process_group"
             )
         if step.forwards == 0:
-            checks.check_first_forward(unit.modules, self._groups)
-            self.log.announce_calls(self._groups)
+            check_first_forward(unit.modules, self.groups)
+            self.log.announce_calls(self.groups)
         WAITS.position = self._position
         step.forwards += 1
         self._notice_changes()
@@ -184,13 +164,15 @@ class Schedule:
 
     def begin_pass(self, kind: Kind) -> None:
         """Begin a pass."""
-        is_outermost = self.step.now is Pass.NONE
-        self.step.begin_pass(kind)
+        step, is_outermost = self.step, self.step.now is Pass.NONE
+        if is_outermost:
+            step.steps_before = step.optimizer_steps
+        step.now = BEGIN[step.now, kind]
         if is_outermost and self.log.listeners:
             self.log("begin", kind)
-        shared = [group for group in self._groups if group.shard.shared is not None and not group.shard.is_unmapped]
+        shared = [group for group in self.groups if group.shard.shared is not None and not group.shard.is_unmapped]
         if shared and is_outermost:
-            self.passes.begin(kind, shared, self.step.steps_before)
+            self.passes.begin(kind, shared, step.steps_before)
 
     def _check_pass(self, kind: Kind) -> None:
         """End a pass with the other ranks, and raise RuntimeError if ranks differed in it and its results may be used,
@@ -201,7 +183,7 @@ class Schedule:
             self.log("end", kind)
         if kind == "backward" or not torch.is_grad_enabled():
             self.log.check()
-        for group in self._groups:
+        for group in self.groups:
             full = group.full
             if full.state is State.SHARDED and full.versions_set != (*map(version_of, full.leaves),):
                 full.refuse_stale_writes()
@@ -211,13 +193,13 @@ class Schedule:
         event, self.after_optimizer = self.after_optimizer, None
         if self.has_streams and self.comm.forget_marks_at_capture():
             event = None
-        writes = [group.writes for group in self._groups] if event is not None else []
-        for group in self._groups:
+        writes = [group.writes for group in self.groups] if event is not None else []
+        for group in self.groups:
             group.notice_changes()
             group.module_params.left = None
             if group.shard.is_unmapped:
                 group.map_shared()
-        if event is not None and writes == [group.writes for group in self._groups]:
+        if event is not None and writes == [group.writes for group in self.groups]:
             self.step.written = EventMark(event, self.device)
         elif self.has_streams:  # the values of replaced parameters were copied just now
             self.step.written = mark_now(self.device)
@@ -229,7 +211,7 @@ class Schedule:
 
     def end_forward(self, mark: object | None) -> None:
         """The outermost forward ended; ``mark`` lives as long as autograd's graph of it, ``None`` if it has none."""
-        for group in self._groups:
+        for group in self.groups:
             if group.full.state is State.GATHERING:  # gathered ahead for a forward that did not come
                 group.reshard()
         is_last = mark is None or not self.outermost.modules[0].training  # probably no backward follows
@@ -242,7 +224,7 @@ class Schedule:
                 group.reshard()
         if mark is not None:
             self._last_forward = weakref.ref(mark)
-        self.step.end_pass("forward")
+        self.step.now = END[self.step.now, "forward"]
         self.log.end_pass("forward")
         for unit in self.units:
             if unit.state.to_run:  # modules of a list that have not run, or of a unit whose error the model caught
@@ -264,7 +246,7 @@ class Schedule:
             self.log.check()
             WAITS.position = self._position
             self._backward_began, self._last_forward = True, None
-            for group in self._groups:
+            for group in self.groups:
                 if group.module_params.left is not None:
                     group.keep_writes()
                     group.module_params.left = None
@@ -300,7 +282,7 @@ class Schedule:
             self.comm.give_back_memory()  # the root's gradients come next, when the blocks need theirs no more
         for unit in reversed(self.units):
             unit.end_backward(self)
-        self.step.end_pass("backward")
+        self.step.now = END[self.step.now, "backward"]
         self.log.end_pass("backward")
         if self.is_last_backward and not self.root.finalizes_by_hand:
             self._end_step()
@@ -340,7 +322,7 @@ class Schedule:
             )
         before = self.step.now
         self.step.now = FINALIZE[before]  # an error leaves it so
-        for group in reversed(self._groups):
+        for group in reversed(self.groups):
             group.gradients.take_left()
             if group.options.strategy.reduces:
                 self.reduce(group)
@@ -372,7 +354,7 @@ class Schedule:
             self.step.now = FINALIZE.get(self.step.now, self.step.now)
             raise
         if self.inspect is not None:
-            for group in self._groups:
+            for group in self.groups:
                 self.inspect(group, True)
         self._forget_step()
         if self.has_streams:
@@ -388,7 +370,7 @@ class Schedule:
         self._forget_step()
         self.step.now = Pass.NONE
         self.passes.end()
-        for transport in {group.reduce_transport: None for group in self._groups}:
+        for transport in {group.reduce_transport: None for group in self.groups}:
             transport.reset()
         for unit in self.units:
             unit.reset()
@@ -417,18 +399,35 @@ class Schedule:
             group.gradients.reduce()
 
 
+def check_first_forward(modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) -> None:
+    """Raise RuntimeError if ``modules`` of a tree have buffers on the meta device, and ValueError if the ranks sharded
+    its groups in different orders. Both mistakes would otherwise be silent."""
+    on_meta = [name for module in modules for name, buffer in module.named_buffers() if buffer.is_meta]
+    if on_meta:
+        raise RuntimeError(
+            f"buffers are still on the meta device: {on_meta}. Materialize them before the first use, for example with "
+            f"module.to_empty(device=...) and then reset_parameters() or load_state_dict()"
+        )
+    by_process_group: dict[dist.ProcessGroup, list[str]] = {}
+    for group in sorted(groups, key=lambda group: group.tag):  # in the order in which they were sharded
+        if group.data.shard_group is not None:
+            names = ", ".join(f"'{param.name}'" for param in group.params)
+            by_process_group.setdefault(group.data.shard_group, []).append(f"the group of {names} (tag {group.tag})")
+    for process_group, described in by_process_group.items():
+        compare(described, 0, process_group, "did not shard their modules in the same order")
+
+
 def _position(schedule: weakref.ref[Schedule]) -> Position:
     """The position of the thread that trains a tree. Called in another thread."""
     here = schedule()
     if here is None:
         return Position("outside of training")
-    groups, now = here.groups(), here.step.now
+    groups, now = here.groups, here.step.now
     kind: Kind | None = None if now is Pass.NONE else "backward" if now.has_backward else "forward"
     where = f"in the {kind}" if kind else "between the passes"
     tree = min((group.tag for group in groups), default=-1)
-    passes = here.log.passes(kind, tree)
     names = {group.tag: group.title for group in groups}
     last = here.log.latest or next(reversed(here.order.entered), None) if kind else None
     at = f", at {last.title}" if last is not None else ""
     doing = f"{where} of step {here.step.optimizer_steps + 1} (forward {here.step.forwards}){at}"
-    return Position(doing, passes, names, here.log.unlike_before)
+    return Position(doing, here.log.passes(kind, tree), names, here.log.unlike_before)

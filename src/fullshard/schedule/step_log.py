@@ -199,9 +199,7 @@ class StepLog(Log):
 def _is_compared(group: ParamGroup, reduced: frozenset[int], process_group: dist.ProcessGroup) -> bool:
     """Whether ranks of a process group take part in a call that they do not compare in shared memory anyway."""
     if process_group is group.data.replicate_group:
-        if group.data.shards_replicas and not reduced:
-            return True
-        return bool(reduced) and group.options.strategy.all_reduces
+        return group.options.strategy.all_reduces if reduced else group.data.shards_replicas
     in_memory = group.shard.shared is not None and reduced and group.reduce_transport.compares_reductions
     return process_group is group.data.shard_group and not in_memory
 

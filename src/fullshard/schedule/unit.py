@@ -442,11 +442,8 @@ def tree_schedule(module: Any) -> Schedule:
 
 
 def root_schedule(module: Any, method: str) -> Schedule | None:
-    """The schedule of the tree whose root is ``module``; ``None`` if there is none yet.
-
-    Raises:
-        RuntimeError: ``module`` is not the root; ``method``, for the error, is what was called on it.
-    """
+    """The schedule of the tree whose root is ``module``; ``None`` if there is none yet. Raises RuntimeError if it is
+    not the root; ``method``, for the error, is what was called on it."""
     unit = sharded_unit(module)
     if unit.schedule is not None and unit.schedule.root is not unit:
         raise RuntimeError(f"{method} must be called on the root, {unit.schedule.root!r}, not on {unit!r}")
@@ -454,11 +451,8 @@ def root_schedule(module: Any, method: str) -> Schedule | None:
 
 
 def schedule_of(model: nn.Module, who: str) -> Schedule:
-    """The schedule of a root module; ``who``, for the error, is the function that was called with it.
-
-    Raises:
-        ValueError: ``model`` is not sharded.
-    """
+    """The schedule of a root module. Raises ValueError if it is not sharded; ``who``, for the error, is the function
+    that was called with it."""
     unit = unit_of(model)
     if unit is None:
         raise ValueError(

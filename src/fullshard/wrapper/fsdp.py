@@ -369,7 +369,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     def _groups_of_root(self, method: str) -> list[ParamGroup]:
         if not self.check_is_root() or self._unit.schedule is None:
             raise RuntimeError(f"{method}() was called on {self._unit!r}, inside another one: call it on the outermost")
-        return self._unit.schedule.groups()
+        return self._unit.schedule.groups
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         with shards_may_change(self):
