@@ -25,7 +25,6 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 _LARGEST_PIECE = 32 * 2**20
 KEPT_BY_ITSELF = 2 * _LARGEST_PIECE
 SMALL_PIECE = 2**17  # where pieces of the system begin in a program that has freed none
-_LARGEST_INT = 2**31 - 1
 #: With any of these the user has chosen thresholds.
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 
@@ -41,7 +40,7 @@ def keep_freed(owner: object, nbytes: int) -> None:
     if _returns_at_once or _user_decides() or not set_option(MMAP_THRESHOLD, _LARGEST_PIECE):
         return
     weakref.finalize(owner, _forget_owner, id(owner)).atexit = False
-    _asked[id(owner)] = min(nbytes, _LARGEST_INT)
+    _asked[id(owner)] = min(nbytes, 2**31 - 1)
     _set_threshold()
 
 
@@ -87,8 +86,7 @@ def bound_freed(nbytes: int) -> None:
 
 
 def _beside_allocated() -> int:
-    """The resident bytes of this process that are neither allocated nor shared: freed memory, and what is not of the
-    heap."""
+    """Resident bytes that are neither allocated nor shared: freed memory, and what is not of the heap."""
     _, resident, shared, *_ = _STATUS.read_text(encoding="utf-8").split()
     info = _libc.mallinfo2()
     return (int(resident) - int(shared)) * mmap.PAGESIZE - info.uordblks - info.hblkhd

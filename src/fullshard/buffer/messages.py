@@ -135,6 +135,9 @@ class Messages:
         zero_copy = [[each.numel for each in self.zero_copy if each.section == i] for i in members]
         self._cuts = [[numel, *others] for numel, others in zip(self._numels, zero_copy, strict=True)]
         self.is_single = (self.numel > 0) + len(self.zero_copy) == 1
+        #: Whether there is one section, of whole parameters that are the chunks of all ranks end to end.
+        is_one = len(members) == 1 and not self._plans[0].is_messages
+        self._is_rows = is_one and all(cut.is_whole for cut in self._plans[0].cuts)
         self.own_bytes = self._nbytes + sum(each.numel * dtypes[each.section].itemsize for each in self.zero_copy)
 
     def sections(self, message: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -155,14 +158,9 @@ class Messages:
                     here.append(piece.of_full(fulls[member]))
         return there, here
 
-    def _is_rows(self) -> bool:
-        """Whether the messages have one section, of whole parameters that are the chunks of all ranks end to end."""
-        plan = self._plans[0]
-        return len(self._plans) == 1 and not plan.is_messages and all(cut.is_whole for cut in plan.cuts)
-
     def join(self, messages: torch.Tensor, full: torch.Tensor) -> Callable[[], object] | None:
         """One operation that copies a full buffer to the messages of all ranks; ``None`` unless they are rows."""
-        if not self._is_rows():
+        if not self._is_rows:
             return None
         plan = self._plans[0]
         rows = Rows(plan, range(len(plan.params)), messages.view(full.dtype))
@@ -172,7 +170,7 @@ class Messages:
 
     def cut(self, messages: torch.Tensor, full: torch.Tensor) -> Callable[[], object] | None:
         """One operation that copies the messages of all ranks to a full buffer; ``None`` unless they are rows."""
-        if not self._is_rows():
+        if not self._is_rows:
             return None
         plan, size = self._plans[0], self._plans[0].world_size
         rows = messages.view(full.dtype).view(size, -1)

@@ -224,18 +224,11 @@ class BufferPlan:
     alignment: int
     least_zero_copy: int  # elements of a parameter from which it is large
     cuts: tuple[Cut, ...] = field(default=(), hash=False)  # of the parameters
-    shard_offsets: tuple[
-        int, ...
-    ] = ()  # where parts begin in every shard; 0 for those with places of their own in each
-    #: How all elements are cut as one vector, if they move as one and no parameter can be left out.
+    shard_offsets: tuple[int, ...] = ()  # where parts begin in all shards; 0 for those with places of their own in each
+    #: How all elements are cut as one vector, if they move as one: also those of frozen parameters, and the padding.
     whole: Cut | None = field(default=None, hash=False)
     zero_copy: tuple[int, ...] = ()  # the zero-copy parameters, in the order of shards, where they come last
     is_messages: bool = False  # whether the full buffer has the shards of all ranks end to end, but what is zero-copy
-
-    @property
-    def moves_all(self) -> bool:
-        """Whether all elements move as one vector: also those of frozen parameters, and the padding."""
-        return self.whole is not None
 
     @property
     def end(self) -> int:
@@ -253,9 +246,8 @@ class BufferPlan:
         return _pieces(self, range(rank, rank + 1), 0, section)
 
     def pieces_of_all(self, pitch: int) -> tuple[Piece, ...]:
-        """What all ranks own of the full buffer, when their shards begin ``pitch`` elements apart. A share is one piece
-        (``torch.chunk`` makes two shares at most), and so are equal parameters at equal distances, as norms often are.
-        """
+        """What all ranks own of the full buffer, when their shards begin ``pitch`` elements apart. A share is one
+        piece, and so are equal parameters at equal distances, as norms often are."""
         return tuple(_joined(_pieces(self, range(self.world_size), pitch)))
 
     @property

@@ -31,15 +31,14 @@ class Section:
     def over(self, ranks: int) -> Section:
         """The same parameters, cut into equal parts over another number of ranks."""
         params = [replace(param, cuts=None) for param in self.plan.params]
-        return Section(self.dtype, self.members, make_plan(params, ranks))
+        return replace(self, plan=make_plan(params, ranks))
 
     def inside(self, rank: int, parts: int) -> Section:
         """The chunks of ``rank``, each cut again into ``parts``."""
-        return Section(self.dtype, self.members, self.plan.inside(rank, parts))
+        return replace(self, plan=self.plan.inside(rank, parts))
 
 
 def full_bytes(sections: Sequence[Section], dtypes: Dtypes) -> int:
-    """Size in bytes of the full buffer when the sections have these dtypes."""
     return full_starts(sections, dtypes)[-1]
 
 
@@ -49,7 +48,6 @@ def full_starts(sections: Sequence[Section], dtypes: Dtypes) -> list[int]:
 
 
 def shard_bytes(sections: Sequence[Section], dtypes: Dtypes) -> int:
-    """Size in bytes of a shard when the sections have these dtypes."""
     return starts([section.plan.shard_numel for section in sections], dtypes)[-1]
 
 

@@ -235,9 +235,8 @@ class Segment:
     def was_written(self) -> bool:
         """Whether this process has pages of its own in a private mapping. Takes about 10 ns for each KiB."""
         pages = -(-self.address.nbytes // mmap.PAGESIZE)
-        first = self.pages.start // mmap.PAGESIZE
         with Path(_PAGEMAP).open("rb", buffering=0) as pagemap:
-            pagemap.seek(8 * first)
+            pagemap.seek(8 * (self.pages.start // mmap.PAGESIZE))
             entries = torch.frombuffer(bytearray(pagemap.read(8 * pages)), dtype=torch.int64)
         there = (entries >> 62) != 0  # in memory or swapped out
         of_file = (entries >> 61) & 1 != 0

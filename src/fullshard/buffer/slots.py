@@ -60,7 +60,6 @@ class SlotPool:
         self.ordinary = 0
 
     def make(self, buffer: SlotBuffer) -> Slot:
-        """A new slot for ``buffer``."""
         if self.gives_back:
             self.drop(LARGE)
         size = self.ordinary if buffer.takes_turns and buffer.nbytes <= self.ordinary else buffer.nbytes
@@ -92,7 +91,8 @@ class SlotPool:
                 slot.holder.give_up_slot()
         self.free = [slot for slot in self.free if slot.nbytes < least]
         for buffer in self.buffers if dropped or not least else ():
-            buffer.forget_address()
+            if buffer.slot is None and CAN_SWAP_MEMORY:  # the address that it still has is about to go
+                buffer._empty()
         return sum(slot.nbytes for slot in dropped)
 
 
@@ -211,11 +211,6 @@ class SlotBuffer:
             self.pool = pool
             pool.buffers.add(self)
 
-    def forget_address(self) -> None:
-        """Let the storage be empty where it has no memory of its own: the address it still has is about to go."""
-        if self.slot is None and CAN_SWAP_MEMORY:
-            self._empty()
-
     def _empty(self) -> None:
         swap_memory(self._storage, torch.UntypedStorage(0, device=self.pool.device))
         self._size = 0
@@ -314,8 +309,7 @@ class Staging:
         return sum(lease.nbytes for free in self.free.values() for _, lease in free)
 
     def drop(self, least: int = 0) -> int:
-        """Give the memory of every buffer of ``least`` bytes or more that is not in use back to the system; returns its
-        bytes."""
+        """Free the memory of every buffer of ``least`` bytes or more that is not in use; returns its bytes."""
         before = self.nbytes_free
         for _, lease in chain.from_iterable(self.free.values()):
             if lease.nbytes >= least:

@@ -101,7 +101,7 @@ class GroupContext:
         for section in self.sections:
             for position, index in enumerate(section.members):
                 self.params[index].note_plan(section.plan, position)
-        self.moves_all = any(section.plan.moves_all for section in self.sections)
+        self.moves_all = any(section.plan.whole is not None for section in self.sections)
         parts = self.data.shard_rank, self.data.replicate_size
         again = [section.inside(*parts) for section in self.sections if self.data.shards_replicas]
         self.own_sections = tuple(again) or self.sections
@@ -119,7 +119,6 @@ class GroupContext:
         return wanted if wanted is not None and dtype.is_floating_point and dtype.itemsize > 1 else dtype
 
     def policy_of(self, param: ShardedParameter) -> MixedPrecisionPolicy:
-        """The mixed precision of one parameter."""
         policy, dtype = self.options.mp_policy, param.overridden_dtype
         return policy if dtype is None else replace(policy, param_dtype=dtype)
 

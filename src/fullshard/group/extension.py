@@ -44,7 +44,6 @@ class _Extended:
         self._started: list[tuple[StartedAllGather, torch.Tensor]] = []  # and where what is gathered belongs
 
     def start(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Start to gather what the subclass sends."""
         over, size = self._group.data.shard_group, self._group.data.shard_size
         wanted = [((size * source.shape[0], *source.shape[1:]), source.dtype) for source in inputs]
         if wanted != [(tuple(output.shape), output.dtype) for output in self._outputs]:
@@ -85,8 +84,8 @@ class _Extended:
         given = (mesh, param.shape, self._stride, param.locations[0].module, group.policy_of(param))
         inputs, self._metadata = before(*given[:count])
         expected = param.cut.chunk_shape(0)
-        if self._is_uneven:
-            inputs = [_padded(t, expected[0]) if t.shape[0] == local.shape[0] < expected[0] else t for t in inputs]
+        if self._is_uneven and (less := expected[0] - (rows := local.shape[0])) > 0:
+            inputs = [torch.cat([t, t.new_zeros((less, *t.shape[1:]))]) if t.shape[0] == rows else t for t in inputs]
         compared = len(expected) if param.dim else int(self._is_uneven)  # dims that must be as expected
         if any(tuple(t.shape[:compared]) != expected[:compared] for t in inputs):
             raise AssertionError(
@@ -147,12 +146,10 @@ class ExtensionGather:
     @torch.inference_mode(False)
     @torch.no_grad()
     def make_unsharded(self) -> None:
-        """Make the unsharded parameters of what was gathered."""
         for each in self._extended:
             each.make_unsharded()
 
     def free(self) -> None:
-        """Free the unsharded parameters."""
         for each in self._extended:
             each.free()
 
@@ -162,7 +159,3 @@ def _allocate(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if tensor.untyped_storage().nbytes() == 0:
             tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
-
-
-def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    return torch.cat([tensor, tensor.new_zeros((rows - tensor.shape[0], *tensor.shape[1:]))])

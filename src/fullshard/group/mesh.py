@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DataMesh:
     """Ranks that hold different data."""
 
@@ -21,18 +20,7 @@ class DataMesh:
     spmd_dims: tuple[int, ...] = ()  # which of its dims are data-parallel
     shards_replicas: bool = False  # whether each shard is cut again over the replicas between steps
 
-    @cached_property
-    def shard_size(self) -> int:
-        return self.shard_group.size() if self.shard_group is not None else 1
-
-    @cached_property
-    def shard_rank(self) -> int:
-        return self.shard_group.rank() if self.shard_group is not None else 0
-
-    @cached_property
-    def replicate_size(self) -> int:
-        return self.replicate_group.size() if self.replicate_group is not None else 1
-
-    @cached_property
-    def replicate_rank(self) -> int:
-        return self.replicate_group.rank() if self.replicate_group is not None else 0
+    def __post_init__(self) -> None:
+        shard, other = self.shard_group, self.replicate_group
+        self.shard_size, self.shard_rank = (shard.size(), shard.rank()) if shard is not None else (1, 0)
+        self.replicate_size, self.replicate_rank = (other.size(), other.rank()) if other is not None else (1, 0)

@@ -16,20 +16,11 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from fullshard import torch_private as private
 from fullshard.buffer.plan import BufferPlan
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
 from fullshard.group.parameter import IndexedTensor, Location, ShardedParameter, chunk_views, local_tensor
-from fullshard.torch_private import (
-    PlainAttributes,
-    altered_spec,
-    gradient_hooks,
-    is_traceable_subclass,
-    local_of,
-    make_dtensor,
-    set_data,
-    version_of,
-)
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -60,7 +51,6 @@ class ModuleParameters:
 
     @property
     def shows_unsharded(self) -> bool:
-        """Whether the modules show the unsharded parameters."""
         return self._shown.is_unsharded
 
     def gradient_views(
@@ -100,21 +90,20 @@ class ModuleParameters:
         )
 
     def _indexed(self) -> list[tuple[int, ShardedParameter, nn.Module, str]]:
-        """Every location of a parameter."""
         params = enumerate(self._group.params)
         return [(index, param, at.module, at.name) for index, param in params for at in param.locations]
 
     def accumulate_gradients(self, grads: Iterable[IndexedTensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Set ``param.grad`` to the reduced parts; where it is set already, return it and the part to add to it."""
         params, more = self._group.params, []
-        with PlainAttributes():
+        with private.PlainAttributes():
             for index, local in grads:
-                param = params[index]
+                param, dtype = params[index], local.dtype
                 if not param.sharded.requires_grad:
                     continue  # frozen since the forward
                 if param.sharded.grad is None:
-                    spec = param.spec if local.dtype is param.dtype else altered_spec(param.spec, dtype=local.dtype)
-                    param.sharded.grad = make_dtensor(local, spec)
+                    spec = param.spec if dtype is param.dtype else private.altered_spec(param.spec, dtype=dtype)
+                    param.sharded.grad = private.make_dtensor(local, spec)
                 elif (before := param.gradient) is not None:
                     more.append((before, local))
         return more
@@ -161,11 +150,11 @@ class ModuleParameters:
 
     def are_unchanged(self) -> bool:
         """Whether the modules have what the group left there, as it left it. Called before each step."""
-        with PlainAttributes():
+        with private.PlainAttributes():
             trainable = tuple(map(_requires_grad, self._group.sharded))
         if not trainable == self.trainable == tuple(map(_requires_grad, self.unsharded)):
             self._agree_on_training()
-        if [*filter(gradient_hooks, self._group.sharded)]:
+        if [*filter(private.gradient_hooks, self._group.sharded)]:
             for param in self._group.params:
                 param.follow_hooks()
         for module, tensors in self._shown.registered:
@@ -211,12 +200,12 @@ class ModuleParameters:
                 moved.append((index, leaf))
         memory = wholes() if moved else {}
         for index, leaf in moved:
-            set_data(local_tensor(leaf), memory[index])
+            private.set_data(local_tensor(leaf), memory[index])
         self.left = list(map(_version_and_address, self.unsharded))
 
     def _agree_on_training(self) -> None:
         """Let sharded and unsharded parameters require gradients alike. Users may have changed either."""
-        with PlainAttributes():
+        with private.PlainAttributes():
             sharded, leaves = (tuple(map(_requires_grad, each)) for each in (self._group.sharded, self.unsharded))
         if leaves and leaves != self.trainable:
             for param, before, leaf in zip(self._group.params, self.trainable, leaves, strict=True):
@@ -234,7 +223,7 @@ class ModuleParameters:
 
     def _keeps_chunks(self) -> bool:
         """Whether the parameters still have their chunks of the shard."""
-        return all(map(is_, map(local_of, self._group.sharded), self._locals))  # type: ignore[arg-type]
+        return all(map(is_, map(private.local_of, self._group.sharded), self._locals))  # type: ignore[arg-type]
 
     def adopt_replaced(self) -> bool:
         """Find parameters that users replaced, moved or covered; returns whether there are new values to copy.
@@ -279,7 +268,7 @@ class ModuleParameters:
                 f"functional_call put it there: give functional_call full tensors, for example p.full_tensor()"
             )
         expected = tuple(param.rows_of(torch.empty(param.shape, device="meta")).shape)
-        found = tuple(local_of(shown).shape)
+        found = tuple(private.local_of(shown).shape)
         if found != expected:
             raise RuntimeError(
                 f"parameter '{param.name}' was replaced by a DTensor whose local shape is {found} where {expected} is "
@@ -301,7 +290,7 @@ class ModuleParameters:
 
 
 def _version_and_address(leaf: torch.Tensor) -> tuple[int, int]:
-    return version_of(leaf), 0 if is_traceable_subclass(leaf) else leaf.data_ptr()
+    return private.version_of(leaf), 0 if private.is_traceable_subclass(leaf) else leaf.data_ptr()
 
 
 def put(module: nn.Module, path: tuple[Any, ...], tensor: torch.Tensor | None) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,15 @@ from fullshard.group.shard import ShardBuffer
 from fullshard.group.strategy import Placement
 
 _TAGS_APART, _MOST_TAG = 1 << 16, 1 << 28  # tags of messages have 31 bits
+
+
+class Summoned(Protocol):
+    """Full parameters that the modules of a group show instead of its own, see :mod:`fullshard.full_params`."""
+
+    is_left_by_errors: bool  # whether an error leaves it open; the next step closes it
+
+    def current(self) -> Mapping[int, nn.Parameter]: ...
+    def close(self) -> None: ...
 
 
 class ParamGroup(GroupContext):
@@ -53,7 +63,7 @@ class ParamGroup(GroupContext):
         self._copy_tags = itertools.cycle(range(self.tag + _TAGS_APART, _MOST_TAG, _TAGS_APART))
         self.has_custom_communication = False
         self.users: set[Any] = set()
-        self.summoned: Any = None  # see :mod:`fullshard.full_params`
+        self.summoned: Summoned | None = None
         #: Whether the last forward left it unsharded although nobody asked for that. The next one gathers it again, as
         #: the shards may have been written without a trace.
         self.stays_unasked = False

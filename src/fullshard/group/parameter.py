@@ -70,8 +70,6 @@ class ShardedParameter:
         run: the first and the past-the-last of its elements that this rank has, if it is cut wherever a shard ends.
     """
 
-    run: tuple[int, int] | None = None
-
     def __init__(
         self, param: nn.Parameter, locations: list[Location], data: DataMesh, placement: Shard | RowPlacement | None
     ) -> None:
@@ -112,6 +110,7 @@ class ShardedParameter:
         self.hidden: Any = None
         self._gradient_hooks: tuple[Callable[[torch.Tensor], torch.Tensor | None], ...] = ()
 
+    run: tuple[int, int] | None = None
     layout: tuple[str, int] = DEFAULT_LAYOUT  # of parameters of this kind; and to how many elements they are aligned
     owns_storage = True  # whether its chunk has a storage of its own, which a DTensor needs
     has_grad_dtype = True  # whether its gradient has a dtype of its own; otherwise it has that of the computation
@@ -178,7 +177,6 @@ class ShardedParameter:
         return dim % len(self.shape)
 
     def defines_gather(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor defines how it is gathered."""
         before, after = hasattr(tensor, "fsdp_pre_all_gather"), hasattr(tensor, "fsdp_post_all_gather")
         if before != after:
             missing = "fsdp_post_all_gather" if before else "fsdp_pre_all_gather"
@@ -225,10 +223,9 @@ class ShardedParameter:
     @property
     def gradient(self) -> torch.Tensor | None:
         """This rank's part of the gradient."""
-        grad = self.sharded.grad
-        assert grad is None or isinstance(grad, DTensor), f"the gradient of '{self.name}' became a {type(grad)}"
-        if grad is None:
+        if (grad := self.sharded.grad) is None:
             return None
+        assert isinstance(grad, DTensor), f"the gradient of '{self.name}' became a {type(grad)}"
         own_memory(grad)
         return private.local_of(grad)
 
@@ -292,14 +289,13 @@ class ShardedParameter:
 
     def set_chunk(self, local: torch.Tensor) -> None:
         """Let ``sharded`` have ``local``, in which the values are already; the first time it is made."""
-        self.local = local
+        self.local, before = local, self.sharded
+        if not self.is_sharded:
+            self.sharded = nn.Parameter(private.make_dtensor(local, self.spec), requires_grad=before.requires_grad)
+        private.set_local(self.sharded, local)  # type: ignore[arg-type]  # a Parameter holds an alias: its version misses writes
         if self.is_sharded:
-            private.set_local(self.sharded, local)  # type: ignore[arg-type]
             return
         self.is_sharded = True
-        before = self.sharded
-        self.sharded = nn.Parameter(private.make_dtensor(local, self.spec), requires_grad=before.requires_grad)
-        private.set_local(self.sharded, local)  # type: ignore[arg-type]  # a Parameter holds an alias: its version misses writes
         own = before.detach().__dict__  # of a tensor subclass: what it is made of, whole
         self.sharded.__dict__.update({name: value for name, value in before.__dict__.items() if name not in own})
         private.choose_grad_dtype(self.sharded, self.grad_dtype)

@@ -54,8 +54,8 @@ class Strategy:
     gradients_of_replicas: Placement = Placement.REPLICATED  # and over those that replicate
 
     def switched(self, **columns: bool) -> Strategy:
-        """The row with some columns switched on or off, as in the line of the switch in the table."""
-        return replace(self, **{column: _SWITCHES[column][on] for column, on in columns.items()})
+        """The row with some columns switched on, as in the first row, or off, as in the line of the switch."""
+        return replace(self, **{name: getattr(FULL_SHARD, name) if on else _OFF[name] for name, on in columns.items()})
 
     @cached_property
     def reshards(self) -> bool:
@@ -73,13 +73,9 @@ class Strategy:
         return self.gradients_of_replicas is not Placement.PARTIAL
 
 
-#: What a column has when it is switched off, and on.
-_SWITCHES = {
-    "after_forward": (Placement.REPLICATED, Placement.SHARDED),
-    "after_backward": (Placement.REPLICATED, Placement.SHARDED),
-    "gradients": (Placement.PARTIAL, Placement.SHARDED),
-    "gradients_of_replicas": (Placement.PARTIAL, Placement.REPLICATED),
-}
+#: What a column has when it is switched off.
+_OFF = dict.fromkeys(("after_forward", "after_backward"), Placement.REPLICATED)
+_OFF |= dict.fromkeys(("gradients", "gradients_of_replicas"), Placement.PARTIAL)
 FULL_SHARD = Strategy()
 SHARD_GRAD_OP = FULL_SHARD.switched(after_forward=False)
 ZERO_1 = replace(SHARD_GRAD_OP, without_sync=Placement.REPLICATED)

@@ -21,14 +21,11 @@ _next_tag = 0
 
 
 def verify_parameters(params: Sequence[ShardedParameter], data: DataMesh, policies: Mapping[str, object]) -> int:
-    """Compare the parameters with those of the other ranks, and return a tag that no earlier group of any of them has.
-
-    The tag is the same on all ranks. They need not have made the same groups before: they may hold different stages of
-    a pipeline. See :func:`compare`.
-    """
+    """:func:`compare` the parameters with those of the other ranks, and return a tag, the same on all of them, that no
+    earlier group of any of them has: they may hold different stages of a pipeline."""
+    transport = os.environ.get("FULLSHARD_TRANSPORT", "")
     described = [f"{name}={policy}" for name, policy in policies.items()]
-    described += [f"outer_zero_stage={int(data.shards_replicas)}"]
-    described += [f"FULLSHARD_TRANSPORT={os.environ.get('FULLSHARD_TRANSPORT', '')!r}"]
+    described += [f"outer_zero_stage={int(data.shards_replicas)}", f"FULLSHARD_TRANSPORT={transport!r}"]
     described += [
         f"'{p.name}' of shape {tuple(p.shape)}, {p.dtype}, sharded along dim {p.dim}, {p.placement or 'equally'}, "
         f"{'trainable' if p.sharded.requires_grad else 'frozen'}, computed in {p.overridden_dtype or 'param_dtype'}, "

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from fullshard.group.strategy import Placement
 from fullshard.group.verify import compare
 from fullshard.schedule.order import Order
 from fullshard.schedule.passes import Passes
+from fullshard.schedule.states import Idle
 from fullshard.schedule.step_log import StepLog
 from fullshard.torch_private import call_after_backward, make_fx_mode, process_groups, running_backward, version_of
 
@@ -46,10 +47,28 @@ CUT_SHORT = (
 #: Bytes of gradients that are worth a reduction of their own.
 EARLY = 1 << 24
 
-#: A :class:`~fullshard.schedule.unit.Unit`, whose file imports this one.
-Scheduled = Any
 #: Called once in the first outermost forward of each tree, with its unit, after what users changed was noticed.
 first_checks: list[Callable[[Schedule, Scheduled], None]] = []
+
+
+class Scheduled(Protocol):
+    """The part of a :class:`~fullshard.schedule.unit.Unit` that a schedule uses."""
+
+    modules: tuple[nn.Module, ...]
+    state: Idle
+    finalizes_by_hand: bool
+    groups: list[ParamGroup]
+    ignored: set[int]
+    emptied: list[Any]
+
+    @property
+    def forward_prefetch(self) -> Sequence[Scheduled]: ...
+    @property
+    def backward_prefetch(self) -> Sequence[Scheduled]: ...
+    def use_schedule(self, schedule: Schedule) -> None: ...
+    def end_forward(self, schedule: Schedule) -> None: ...
+    def end_backward(self, schedule: Schedule) -> None: ...
+    def reset(self) -> None: ...
 
 
 class Schedule:
