@@ -61,6 +61,7 @@ class RankObserver:
         self._stacks = open(directory / f"{os.getpid()}.stack", "w", encoding="utf-8")  # noqa: SIM115  as long as the process runs
         self._replaced: list[tuple[Any, str, Any]] = []  # functions: module, name, and what it was before
         self._schedule: Schedule | None = None
+        self._is_stopped = False
         self._detector: NanDetector | None = None
         self._trace: Trace | None = None
         self._has_checked_environment = self._differs = self._compared = False
@@ -87,6 +88,7 @@ class RankObserver:
 
     def stop(self) -> None:
         """Remove what was replaced, and report the trace."""
+        self._is_stopped = True  # trees that have not run yet will call it
         if self._detector is not None:
             self._detector.remove()
         while self._replaced:
@@ -160,7 +162,7 @@ class RankObserver:
     def _begin_forward(self, schedule: Schedule, unit: Scheduled) -> None:
         """Begin to observe the steps of the first tree of modules that is trained."""
         trained = any(param.sharded.requires_grad for group in schedule.groups for param in group.params)
-        if self._schedule is not None or not trained:
+        if self._is_stopped or self._schedule is not None or not trained:
             return
         self._schedule, (module, *_) = schedule, schedule.root.modules
         if not self._differs:

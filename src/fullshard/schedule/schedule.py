@@ -176,7 +176,8 @@ class Schedule:
         step.forwards += 1
         self._notice_changes()
         while self.checks:
-            self.checks.pop(0)(self, unit)
+            self.checks[0](self, unit)
+            self.checks.pop(0)  # not before: one that raises is made again
         self.outermost = unit
         self.begin_pass("forward")
         self.order.begin_forward()
