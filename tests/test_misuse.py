@@ -21,7 +21,7 @@ import fullshard
 from fullshard import misuse
 from fullshard.misuse import buffers_on_meta
 from tests.harness import World, ranks
-from tests.harness.models import seeded
+from tests.harness.models import WithBuffers, seeded
 
 TOKENS = torch.tensor([[1, 2, 3]])
 
@@ -201,14 +201,6 @@ def test_a_rank_without_a_part_reads_no_number(world: World) -> None:
     else:
         with pytest.raises(RuntimeError, match="None"):
             total.item()
-
-
-class WithBuffers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-        self.register_buffer("saved", torch.zeros(2))
-        self.inner.register_buffer("table", torch.zeros(2), persistent=False)
 
 
 def test_buffers_that_no_state_dict_fills_are_found_by_their_paths() -> None:

@@ -244,3 +244,13 @@ def split_over(mesh: Any, model: Any) -> None:
                 "down": RowwiseParallel(),
             },
         )
+
+
+class WithBuffers(nn.Module):
+    """A module with buffers, of which no state dict has ``inner.table``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("saved", torch.zeros(2))
+        self.inner.register_buffer("table", torch.zeros(2), persistent=False)

@@ -17,7 +17,7 @@ from fullshard.schedule.unit import unit_of
 from tests.fully_shard.cases import Recorder, groups_of, inputs, shard_mlp
 from tests.harness import World, fake_world, ranks
 from tests.harness.compare import whole
-from tests.harness.models import MLP, Transformer, seeded, shard_each
+from tests.harness.models import MLP, Transformer, WithBuffers, seeded, shard_each
 from tests.harness.slow import slow
 
 
@@ -322,14 +322,6 @@ def test_a_forward_after_its_process_group_was_destroyed_is_refused() -> None:
         model(inputs())
     with pytest.raises(RuntimeError, match=r"was destroyed .*: shard the model again after init_process_group"):
         model(inputs())
-
-
-class WithBuffers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-        self.register_buffer("saved", torch.zeros(2))
-        self.inner.register_buffer("table", torch.zeros(2), persistent=False)
 
 
 def test_a_buffer_on_meta_is_named_before_the_first_forward() -> None:
