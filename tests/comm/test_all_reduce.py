@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -81,6 +82,21 @@ def test_a_sum_in_fp16_does_not_overflow(world: World) -> None:
     gradient = torch.full((4,), 40_000.0, dtype=torch.float16)
     route.start((), Reduction(3.0), gradient).finish()
     assert gradient.tolist() == pytest.approx([40_000.0] * 4, rel=2**-9)
+
+
+@ranks(2)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_error_in_one_sum_waits_for_those_under_way(world: World, is_late: bool) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    route = sum_route(select_transport(group, CPU), [], group, 3, CPU)
+    gradient, refused = torch.ones(9), torch.ones(1, dtype=torch.float16).expand(2)  # cannot be divided in place
+    given = [torch.ones(2).to(torch.float8_e5m2), gradient] if is_late else [gradient, refused]  # gloo adds up no fp8
+    time.sleep(world.rank / 2)
+    with pytest.raises(RuntimeError, match="scalar type" if is_late else "single memory location"):
+        route.start((), Reduction(2.0), *given).finish()
+    assert gradient.tolist() == [2.0] * 9
+    dist.barrier()
 
 
 @ranks(2)

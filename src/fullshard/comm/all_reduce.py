@@ -54,23 +54,22 @@ class AllReduceRoute:
         self.sent = 2 * (size - 1) * sum(run.nbytes for run in self._runs) // size
 
     def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
-        started = list[tuple[dist.Work | None, torch.Tensor, float]]()  # what still divides each
-        with waiting(*self._wait):
+        works, started = list[dist.Work | None](), list[tuple[torch.Tensor, float]]()  # what still divides each
+        with waiting(*self._wait, works):
             for values in (*zero_copy, *self._runs):
                 scaling = choose_scaling(values.dtype, self._group.size(), *reduction, self._divides)
                 if values.dtype == torch.float16:  # no term may overflow the sum of all
                     scaling = Scaling(before=reduction.divisor)
                 values = torch.view_as_real(values) if values.is_complex() else values
                 divide_(values, scaling.before)
-                work = dist.all_reduce(values, scaling.op, self._group, async_op=self._is_host)
-                started.append((work, values, scaling.after))
+                works.append(dist.all_reduce(values, scaling.op, self._group, async_op=self._is_host))
+                started.append((values, scaling.after))
 
         def finish() -> None:
-            with waiting(*self._wait):
-                for work, _, _ in started:
-                    if work is not None:
-                        work.wait()
-            for _, summed, divisor in started:
+            with waiting(*self._wait, works):
+                for work in filter(None, works):
+                    work.wait()
+            for summed, divisor in started:
                 divide_(summed, divisor)
             self._local.start(shards)
 

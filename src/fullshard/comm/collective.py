@@ -9,7 +9,6 @@ else is staged, so that one gather serves sections of several dtypes as bytes (a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from fullshard.comm.backends import backend_of
 from fullshard.comm.encoded import Carrier, EncodedRoute
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
 from fullshard.comm.transport import PLAIN_SUM, Ranks, Reduction, Request, Route, Shards, Transport, alias
-from fullshard.comm.waits import WAITS, Wait, lost, waiting
+from fullshard.comm.waits import WAITS, Wait, lost, wait_for_others, waiting
 from fullshard.device import CPU, Done, Pending, is_host
 from fullshard.policies import AllGather, Comm, ReduceScatter
 from fullshard.torch_private import Collective, Collectives, all_gather_over, foreach_copy, reduce_scatter_over
@@ -191,10 +190,8 @@ class _CollectiveRoute:
                 pending.works += [together(outputs, inputs)] if together else map(collective, outputs, inputs)
                 pending.started += [(call, targets, scaling.after)]
         except BaseException as error:
-            if any(pending.works):
-                with suppress(RuntimeError):
-                    pending.finish()  # what was started writes to the buffers
-            elif lease is not NO_LEASE:
+            wait_for_others(pending.works)
+            if lease is not NO_LEASE:
                 lease.give_back()
             if isinstance(error, RuntimeError):
                 raise lost(self._wait, error) from error
@@ -315,6 +312,7 @@ class _PendingCollectives:
                 if work is not None:
                     work.wait()
         except RuntimeError as error:
+            wait_for_others(self.works)
             raise lost(self.wait, error) from error
         finally:
             WAITS.current = None

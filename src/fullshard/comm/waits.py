@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -118,6 +118,14 @@ def lost(wait: Wait, error: Exception, peer: int | None = None) -> PeerFailureEr
     return PeerFailureError(f"rank {dist.get_rank()} lost its connection to {rank} in {at}. {why} ({said})")
 
 
+def wait_for_others(works: Iterable[dist.Work | None]) -> None:
+    """Wait for what was started beside a collective that failed: it uses memory that is about to have other values."""
+    for work in works:
+        with suppress(Exception):
+            if work is not None:
+                work.wait()
+
+
 def describe(wait: Wait) -> str:
     """What is waited for, for people."""
     return f"{wait.what} of {named(wait.tag)}" if wait.tag >= 0 else wait.what
@@ -134,15 +142,24 @@ def named(tag: int) -> str:
 
 
 @contextmanager
-def waiting(what: str, process_group: dist.ProcessGroup | None, tag: int = -1, gathers: bool = False) -> Iterator[None]:
+def waiting(
+    what: str,
+    process_group: dist.ProcessGroup | None,
+    tag: int = -1,
+    gathers: bool = False,
+    works: Iterable[dist.Work | None] = (),
+) -> Iterator[None]:
     """A context of calls that wait for the ranks of a process group, or send to them. Raises PeerFailureError if a
-    backend says that one is lost."""
+    backend says that one is lost. After an error, waits for ``works``."""
     wait, begin = Wait(what, process_group, tag, gathers), WAITS.clock() if WAITS.listeners else 0
     before = WAITS.change(wait)
     try:
         yield
-    except RuntimeError as error:
-        raise lost(wait, error) from error
+    except BaseException as error:
+        wait_for_others(works)
+        if isinstance(error, RuntimeError):
+            raise lost(wait, error) from error
+        raise
     finally:
         if begin and before is None and WAITS.current is wait:
             WAITS.tell(wait, begin)
