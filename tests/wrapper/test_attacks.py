@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from typing import Any
 
 import pytest
@@ -124,6 +125,9 @@ def test_gradients_that_wait_outlive_an_evaluation_in_full_precision(
     for name, gradient in without.items():
         assert gradient is not None
         torch.testing.assert_close(within[name], gradient, rtol=0, atol=0)
+    model(inputs(0)).float().mean().backward()
+    for group in groups_of(model):  # nothing is kept of the leaves before
+        assert all(map(operator.is_, group.gradients.buffer.leaves, [param.unsharded for param in group.params]))
 
 
 @ranks(2)

@@ -59,6 +59,8 @@ class Gradients:
         """Take the gradients of the values in ``full`` from now on, for the parameters that modules show."""
         self._full, self._module_params = full, module_params
         self._reducer.module_params = module_params
+        self._expected = self.buffer.leaves = self._nothing  # these leaves are gone: the next step has a new layout
+        self._trainable = ()
 
     def forget_layout(self) -> None:
         """Make a new layout for gradients: the routes of reductions, or the pool of the buffer, have changed."""
