@@ -80,9 +80,10 @@ def test_an_error_that_is_no_backends_stays_as_it_is(world: World, error: Except
     "error",
     [
         RuntimeError("[/b/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset"),
+        RuntimeError("Application timeout caused pair closure"),
         dist.DistBackendError("NCCL communicator was aborted"),
     ],
-    ids=["gloo", "NCCL"],
+    ids=["gloo", "gloo after a timeout", "NCCL"],
 )
 def test_an_error_of_a_backend_says_that_a_rank_was_lost(
     world: World, error: Exception, monkeypatch: pytest.MonkeyPatch
