@@ -312,8 +312,7 @@ class _PendingCollectives:
                 if work is not None:
                     work.wait()
         except RuntimeError as error:
-            wait_for_others(self.works)
-            raise lost(self.wait, error) from error
+            raise lost(self.wait, error, works=self.works) from error
         finally:
             WAITS.current = None
             if begin:

@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from fullshard.comm.backends import comes_from_backend
 
+Works = Iterable[dist.Work | None]  # collectives that were started
+
 
 class PeerFailureError(RuntimeError):
     """Another rank has ended, hangs or runs something else, so that what this rank waits for will not come.
@@ -107,9 +109,10 @@ def checks_are_on() -> bool:
     return os.environ.get("FULLSHARD_CHECKS") != "0"
 
 
-def lost(wait: Wait, error: Exception, peer: int | None = None) -> PeerFailureError:
+def lost(wait: Wait, error: Exception, peer: int | None = None, works: Works = ()) -> PeerFailureError:
     """What to raise for an ``error`` in a call of a backend, perhaps about the rank ``peer`` of the group: backends say
-    that a rank was lost, not why. An error that no backend raised is raised as it is."""
+    that a rank was lost, not why. An error that no backend raised is raised as it is. Waits for the other ``works``."""
+    wait_for_others(works)
     if isinstance(error, RuntimeError) and not comes_from_backend(error):
         raise error
     rank = "another rank" if peer is None else f"rank {dist.get_process_group_ranks(wait.process_group)[peer]}"
@@ -118,7 +121,7 @@ def lost(wait: Wait, error: Exception, peer: int | None = None) -> PeerFailureEr
     return PeerFailureError(f"rank {dist.get_rank()} lost its connection to {rank} in {at}. {why} ({said})")
 
 
-def wait_for_others(works: Iterable[dist.Work | None]) -> None:
+def wait_for_others(works: Works) -> None:
     """Wait for what was started beside a collective that failed: it uses memory that is about to have other values."""
     for work in works:
         with suppress(Exception):
@@ -143,11 +146,7 @@ def named(tag: int) -> str:
 
 @contextmanager
 def waiting(
-    what: str,
-    process_group: dist.ProcessGroup | None,
-    tag: int = -1,
-    gathers: bool = False,
-    works: Iterable[dist.Work | None] = (),
+    what: str, process_group: dist.ProcessGroup | None, tag: int = -1, gathers: bool = False, works: Works = ()
 ) -> Iterator[None]:
     """A context of calls that wait for the ranks of a process group, or send to them. Raises PeerFailureError if a
     backend says that one is lost. After an error, waits for ``works``."""
@@ -155,11 +154,8 @@ def waiting(
     before = WAITS.change(wait)
     try:
         yield
-    except BaseException as error:
-        wait_for_others(works)
-        if isinstance(error, RuntimeError):
-            raise lost(wait, error) from error
-        raise
+    except RuntimeError as error:
+        raise lost(wait, error, works=works) from error
     finally:
         if begin and before is None and WAITS.current is wait:
             WAITS.tell(wait, begin)
