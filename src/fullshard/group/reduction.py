@@ -24,7 +24,7 @@ import torch
 
 from fullshard.buffer.messages import zero_copy_in
 from fullshard.buffer.plan import BufferPlan
-from fullshard.buffer.sections import Section, starts, views
+from fullshard.buffer.sections import starts, views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.all_reduce import sum_route
 from fullshard.comm.transport import PLAIN_SUM, Feedback, Reduction, Route, StillRead, Transfer, Wire
@@ -194,40 +194,18 @@ class Reducer:
         """Make the plan of a reduction of these parameters. Usually every step has the same."""
         if len(self.plans) == MOST_PLANS:
             del self.plans[next(iter(self.plans))]
-        group, buffer, parts, own = self.group, self.buffer, list[Part](), list[Part]()
-        rank, options = group.data.shard_rank, group.options
-        chosen = list[tuple[Section, torch.Tensor, tuple[int, ...]]]()
-        for section, full in zip(buffer.sections, buffer.fulls, strict=True):
-            positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
-            # Whole gradients are tensors of their own: the heap keeps no freed memory of more than 32 MiB in one piece.
-            apart = [(each,) for each in positions] if sums and not group.moves_all else [positions]
-            chosen += [(section, full, each) for each in apart if each]
-        kept = buffer.views.kept if sums else frozenset[int]()
-        chosen.sort(key=lambda each: each[0].members[each[2][0]] in kept)
-        for section, full, positions in chosen:
-            plan = section.plan.select(positions)
-            members = section.members if group.moves_all else [section.members[position] for position in positions]
-            home = section.dtype
-            if options.keep_computed_dtype:
-                computed = group.compute_dtype(group.params[section.members[0]])
-                home = computed if group.data.shard_group is not None else full.dtype
-            dtypes = home if is_final else full.dtype, home
-            parts.append(buffer.part(self._gradients_in(plan, rank, members, wanted), plan, full, dtypes))
-            if group.data.shards_replicas:
-                plan = plan.inside(rank, group.data.replicate_size)
-                gradients = self._gradients_in(plan, group.own_rank, members, wanted)
-                own.append(buffer.part(gradients, plan, full, dtypes))
-        transport, replicas, over, wire = group.reduce_transport, group.data.replicate_group, None, None
+        group, transport, replicas = self.group, self.group.reduce_transport, self.group.data.replicate_group
+        parts, own = self._parts(wanted, is_final, sums)
+        make_route = partial(transport.reduce_route, over=None, tag=group.tag)
         if sums:
-            zero_copy = [index for part in parts for index in part.indices if index in kept]
+            zero_copy = [index for part in parts for index in part.indices if index in self.buffer.views.kept]
+            if replicas is not None:
+                make_route = partial(sum_route, transport, process_group=replicas, tag=group.tag, device=group.device)
         else:
             beside = zero_copy_in(part.plan for part in parts if part.plan.is_messages)
             zero_copy = [parts[each.section].indices[each.param] for each in beside]
-            over, wire = group.reduce_process_group, self.feedback.wire(parts, zero_copy, own)
-        if sums and replicas is not None:
-            make_route = partial(sum_route, transport, process_group=replicas, tag=group.tag, device=group.device)
-        else:
-            make_route = partial(transport.reduce_route, over=over, tag=group.tag, wire=wire)
+            wire = self.feedback.wire(parts, zero_copy, own)
+            make_route = partial(make_route, over=group.reduce_process_group, wire=wire)
         second = None if is_final else SecondHop(group, parts)
         if own:
             second = ScatterHop(group, own, parts, self.feedback.between_replicas)
@@ -235,12 +213,33 @@ class Reducer:
         made = self.plans[wanted, is_final, sums] = ReductionPlan(parts, zero_copy, make_route, sums, second, encodes)
         return made
 
-    def _gradients_in(
-        self, plan: BufferPlan, rank: int, members: Sequence[int], wanted: frozenset[int]
-    ) -> list[IndexedTensor]:
-        """The gradients that are wanted, in the shard that ``rank`` has by a plan, on meta."""
-        shard = torch.empty(plan.shard_numel, device="meta")
-        return [(i, part) for i, part in self.module_params.gradient_views(members, plan, shard, rank) if i in wanted]
+    def _parts(self, wanted: frozenset[int], is_final: bool, sums: bool) -> tuple[list[Part], list[Part]]:
+        """The parts with these parameters and, if replicas shard them again, what this rank has of each part then."""
+        group, buffer, parts, own = self.group, self.buffer, list[Part](), list[Part]()
+        for section, full in zip(buffer.sections, buffer.fulls, strict=True):
+            home = section.dtype
+            if group.options.keep_computed_dtype:
+                computed = group.compute_dtype(group.params[section.members[0]])
+                home = computed if group.data.shard_group is not None else full.dtype
+            dtypes = home if is_final else full.dtype, home
+            chosen = tuple(position for position, index in enumerate(section.members) if index in wanted)
+            # Whole gradients are tensors of their own: the heap keeps no freed memory of more than 32 MiB in one piece.
+            apart = [(each,) for each in chosen] if sums and not group.moves_all else [chosen]
+            for positions in filter(None, apart):
+                plan = section.plan.select(positions)
+                members = section.members if group.moves_all else [section.members[position] for position in positions]
+                parts.append(buffer.part(self._chunks(plan, group.data.shard_rank, members), plan, full, dtypes))
+                if group.data.shards_replicas:
+                    plan = plan.inside(group.data.shard_rank, group.data.replicate_size)
+                    own.append(buffer.part(self._chunks(plan, group.own_rank, members), plan, full, dtypes))
+        if sums:  # zero-copy gradients are the results of the last parts
+            parts.sort(key=lambda part: not buffer.views.kept.isdisjoint(part.indices))
+        return parts, own
+
+    def _chunks(self, plan: BufferPlan, rank: int, members: Sequence[int]) -> list[IndexedTensor]:
+        """The chunks of the gradients of ``members``, in the shard that ``rank`` has by a plan, on meta."""
+        shard, trained = torch.empty(plan.shard_numel, device="meta"), self.buffer.trained
+        return [(i, part) for i, part in self.module_params.gradient_views(members, plan, shard, rank) if i in trained]
 
     @torch.inference_mode(False)
     @torch.no_grad()
