@@ -153,7 +153,7 @@ def save_beside(world: World, folder: Path, number: int) -> list[str]:
 
 @pytest.mark.slow
 def test_two_jobs_in_one_directory_both_save(tmp_path: Path) -> None:
-    with RankPool(2) as one, RankPool(2) as other:
+    with RankPool() as one, RankPool() as other:
         results: dict[int, Any] = {}
         threads = [
             threading.Thread(target=lambda n=n, pool=pool: results.update({n: pool.run(save_beside, 2, tmp_path, n)}))

@@ -37,7 +37,7 @@ class RanksPlugin:
         self._debugged_rank: int | None = config.getoption("--ranks-pdb-rank")
         if (self._debugs_failed or self._debugged_rank is not None) and hasattr(config, "workerinput"):
             raise pytest.UsageError("--ranks-pdb needs the terminal, which tests do not have with -n: leave out -n")
-        self.pool = RankPool(_session(config))
+        self.pool = RankPool(session=_session(config))
         self._next: pytest.Item | None = None
 
     @pytest.hookimpl(tryfirst=True)

@@ -82,7 +82,7 @@ class RankPool:
             outcomes = pool.run(function, 2, argument, keyword=3)      # function(world, argument, keyword=3)
     """
 
-    def __init__(self, session: Mapping[str, Any] | None = None, preload: Sequence[str] = ()) -> None:
+    def __init__(self, *, session: Mapping[str, Any] | None = None, preload: Sequence[str] = ()) -> None:
         self._session = session
         self._preload = preload
         self._processes: list[BaseProcess] = []
