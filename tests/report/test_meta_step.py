@@ -24,8 +24,8 @@ from fullshard.schedule.unit import units_in
 from fullshard.torch_private import simulated_world
 
 
-def built(layers: int = 3, **options: Any) -> nn.Module:
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
+def built(layers: int = 3, width: int = 64, **options: Any) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     for layer in model:
         fullshard.fully_shard(layer, **options)
     return fullshard.fully_shard(model)
@@ -84,6 +84,13 @@ def test_one_rank_alone_exchanges_nothing() -> None:
     step = found(ranks=1)
     assert step.exchanged() == ()
     assert actions(step, "wait", "reduce", "all-reduce") == []
+
+
+@pytest.mark.parametrize(("ranks", "zero_stage"), [(1, 3), (2, 0)])
+def test_gradients_that_stay_where_autograd_made_them_count_once(ranks: int, zero_stage: int) -> None:
+    explained = explain(lambda: built(width=512, zero_stage=zero_stage), ranks=ranks)
+    peak = [part for part in explained.step.peaks["backward"] if part[0] != "gradient buffers"]  # of biases
+    assert Phase("", tuple(peak)).nbytes == sum(group.reduced for group in explained.groups)
 
 
 def test_slots_are_shared_by_groups_that_take_turns() -> None:

@@ -165,7 +165,8 @@ class MetaStep:
         )
         self._pieces = dict[int, Lease]()  # of the staging, by their index
         self._reduced, self._behind = Counter[str](), 0  # bytes of reduced gradients, by kind; on their way to a disk
-        self._made, self._newest = dict[int, int](), (0, 0)  # bytes of gradients by what identifies them; the last one
+        #: Bytes of gradients by what identifies them, and the group of those that are not copied; the last one.
+        self._made, self._newest = dict[int, tuple[int, ParamGroup | None]](), (0, 0)
         self._receives: ParamGroup | None = None  # the group of the last gradient
         #: The most bytes so far, by pass and by moment, and of what: outside of slots, and slots.
         self._most: dict[Any, tuple[int, list[tuple[str, int]], list[tuple[str, int]]]] = {}
@@ -294,8 +295,9 @@ class MetaStep:
                 for inner in self._inside[unit]:
                     x = self._forward(inner, x)
                 for group in unit.groups:
-                    for leaf in (each for each in group.module_params.unsharded if each.requires_grad):
-                        x = _node(partial(self._gradient, group, leaf), x, leaf)
+                    for index, leaf in enumerate(param.unsharded for param in group.params):
+                        if leaf is not None and leaf.requires_grad:
+                            x = _node(partial(self._gradient, group, index, leaf), x, leaf)
                 x = _node(partial(self._compute, unit), x)
                 self._compute(unit)
             x = unit.post_forward(module, (), x)
@@ -320,22 +322,25 @@ class MetaStep:
         self._note()
         return ()
 
-    def _gradient(self, group: ParamGroup, leaf: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _gradient(self, group: ParamGroup, index: int, leaf: torch.Tensor) -> Sequence[torch.Tensor]:
         """What autograd makes for a parameter."""
         if self._newest[0] not in self._made:
             self._note()  # with the one before it, which was copied
         like = torch.empty_like(leaf) if isinstance(leaf, DTensor) else None
         grad = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META) if like is None else like
-        self._newest, self._receives = self._count(local_tensor(grad)), group
+        values, views = local_tensor(grad), group.gradients.buffer.views
+        stays = index in views.kept and values.dtype == views.dtypes[index]
+        self._newest, self._receives = self._count(values, group if stays else None), group
         self._note()
         return (grad,)
 
-    def _count(self, grad: torch.Tensor) -> tuple[int, int]:
-        """Count the memory of a gradient while it is there. Returns what identifies it, and its bytes."""
+    def _count(self, grad: torch.Tensor, stays: ParamGroup | None = None) -> tuple[int, int]:
+        """Count the memory of a gradient while it is there, and know of which group it is if that does not copy it.
+        Returns what identifies it, and its bytes."""
         storage = grad.untyped_storage()
         key, nbytes = storage_id(grad), storage.nbytes()
         if key not in self._made:
-            self._made[key] = nbytes
+            self._made[key] = nbytes, stays
             weakref.finalize(storage, self._made.pop, key, None).atexit = False
         return key, nbytes
 
@@ -343,6 +348,10 @@ class MetaStep:
 
     def _logged(self, action: str, group: ParamGroup, moves: bool) -> None:
         if action == "reduce":
+            if group.keeps_whole:  # what is not copied becomes the gradients of the parameters
+                for key in [key for key, (_, stays) in self._made.items() if stays is group]:
+                    del self._made[key]
+                    self._newest = (0, 0) if key == self._newest[0] else self._newest
             if not (group.data.shards_replicas and group.data.replicate_size > 1):
                 self._keep_reduced(self._position[group])
             self._note()
@@ -405,8 +414,8 @@ class MetaStep:
         """The kind and the size of each piece of memory that is in no slot."""
         if self._receives is not None:  # gradients that travel in another dtype
             for grad in self._receives.gradients.buffer.views.zero_copy.values():
-                self._count(grad)
-        made = sum(self._made.values())
+                self._count(grad, self._receives)
+        made = sum(nbytes for nbytes, _ in self._made.values())
         gone = self._newest[1] if self._newest[0] not in self._made else 0
         held = [*self._reduced.items(), *(("messages", piece.nbytes) for piece in self._pieces.values())]
         held += [("gradients as autograd made them", made), ("the gradient that autograd makes", gone)]

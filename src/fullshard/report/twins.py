@@ -110,9 +110,9 @@ class SilentTransport(Transport):
         size, private = process_group.size(), self.original.private
         sent = sum_route(private, transfers, process_group, tag, self._computes_on).sent
         if not self.compares_reductions:
-            return SilentRoute(self, Event("all-reduce", tag, sent, size), is_of_shards=not transfers)
+            return SilentRoute(self, Event("all-reduce", tag, sent, size), is_sum=True)
         nbytes = sum(plan.shard_numel * full.itemsize for plan, full, _ in transfers)
-        return SilentRoute(self, Event("reduce", tag, read=2 * nbytes * (size - 1) // size))
+        return SilentRoute(self, Event("reduce", tag, read=2 * nbytes * (size - 1) // size), is_sum=True)
 
 
 @dataclass
@@ -122,7 +122,7 @@ class SilentRoute:
     transport: SilentTransport
     exchange: Event
     staging: int = 0
-    is_of_shards: bool = False  # whether what starts bring beside buffers was reduced before
+    is_sum: bool = False  # whether what starts bring beside buffers are its results, too
 
     def __post_init__(self) -> None:
         self.sent = self.exchange.sent
@@ -135,7 +135,7 @@ class SilentRoute:
         if exchange.action == "all-reduce":
             sent = 2 * sum(values.nbytes for values in zero_copy) * (exchange.ranks - 1) // exchange.ranks
             exchange = exchange._replace(sent=exchange.sent + sent)
-        return SilentPending(exchange, listener, lease, () if self.is_of_shards else zero_copy)
+        return SilentPending(exchange, listener, lease, () if self.is_sum else zero_copy)
 
 
 class SilentPending:
