@@ -440,6 +440,9 @@ class _Generator:
         unscaled = "complex" in kinds_of(model.layers) or model.dtype == "bfloat16"  # which no scaler takes
         if skips.random() < 0.25 and not (sharding.disk is not None or unscaled):
             done.insert(skips.choice([at for at, each in enumerate(done) if isinstance(each, do.Train)]), do.SkipStep())
+        writes = random.Random(f"lost write of {self.seed}")
+        if writes.random() < 0.2 and not wraps:
+            done.insert(writes.choice(range(1, len(done))), do.Unshard(9, write=True))
         return tuple(done)
 
     def action(self, kind: str, model: ModelSpec, sharding: Sharding, complete: bool) -> do.Action:
