@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 
@@ -206,6 +208,19 @@ SERVERS: dict[str, tuple[str, str, dict[str, str]]] = {
         {"endpoint_url": "http://127.0.0.1:{port}", "token": "anon", "project": "project"},
     ),
 }
+
+
+def skip_without(name: str) -> None:
+    """Skip the test if one of :data:`SERVERS`, or what speaks with it, is not installed."""
+    command, url, _ = SERVERS[name]
+    program, *arguments = command.split()
+    module = arguments[1].partition(".")[0] if arguments[0] == "-m" else "pytest"
+    if shutil.which(program) is None or find_spec(module) is None:
+        pytest.skip(f"the server {name} is not installed: `make test-all` installs it")
+    try:
+        fsspec.get_filesystem_class(url.partition(":")[0])
+    except ImportError as error:
+        pytest.skip(f"{error}: `make test-all` does")
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from tests.checkpoint.stores import (
     deliver,
     faults,
     in_a_fork,
+    skip_without,
     web_server,
 )
 from tests.harness.slow import slow
@@ -473,6 +474,7 @@ def test_wherever_a_save_is_killed_the_older_or_the_newer_one_is_whole(tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("server", SERVERS)
 def test_servers_keep_checkpoints(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without(server)
     with bucket_of(server, tmp_path) as bucket:
         objects = store.Store(located(url := f"{bucket}/run"))
         assert [objects.create("a", data) for data in (b"1", b"2", b"1")] == [True, False, True]
