@@ -27,6 +27,7 @@ import torch
 
 from fullshard.platforms import after_fork, libc, linux, resource
 
+ROUND = 1 << 32  # numbers between two calls of :meth:`Counters.skip_round`
 LINE = 64  # bytes that counters take for each process: no two share a cache line
 _NAME, _PAGEMAP = "fullshard", "/proc/self/pagemap"
 SHARED, PRIVATE, _OF_PROCESS = 1, 2, 0x22  # of Linux, as all that follows: MAP_SHARED, MAP_PRIVATE, and | MAP_ANONYMOUS
@@ -276,6 +277,10 @@ class Counters:
     def reached(self, value: int) -> bool:
         """Whether all the others have come to ``value``."""
         return all(line[0] >= value for line in self._others)
+
+    def skip_round(self) -> None:
+        """Go on from the next multiple of a large number, so that processes that were apart agree again."""
+        self.set((self.value // ROUND + 1) * ROUND)
 
     def of(self, rank: int) -> int:
         return self._lines[rank][0]

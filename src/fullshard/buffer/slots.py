@@ -59,10 +59,18 @@ class SlotPool:
         #: Size of an ordinary slot: the largest buffer that takes turns. Larger ones have slots of their own size.
         self.ordinary = 0
 
+    def buffer(self, nbytes: int) -> SlotBuffer:
+        """A new buffer that takes slots of this pool."""
+        return SlotBuffer(self, nbytes)
+
+    def size_for(self, buffer: SlotBuffer) -> int:
+        """Bytes of a new slot for a buffer."""
+        return self.ordinary if buffer.takes_turns and buffer.nbytes <= self.ordinary else buffer.nbytes
+
     def make(self, buffer: SlotBuffer) -> Slot:
         if self.gives_back:
             self.drop(LARGE)
-        size = self.ordinary if buffer.takes_turns and buffer.nbytes <= self.ordinary else buffer.nbytes
+        size = self.size_for(buffer)
         if not CAN_SWAP_MEMORY and self.device != META:
             return Slot(torch.empty(size, dtype=torch.uint8, device=META))
         with torch.inference_mode(False):

@@ -38,7 +38,7 @@ class AllReduceRoute:
     staging = 0
 
     def __init__(self, local: Route, request: Request, device: torch.device) -> None:
-        _, transfers, group, tag, _ = request
+        _, transfers, group, tag, *_ = request
         self._local, self._group, self._wait = local, group, Wait("an all-reduce", group, tag)
         self._is_host, self._divides = is_host(device), backend_of(group, device).divides
         spans = list[tuple[torch.Tensor, int, int]]()  # runs of elements in full buffers

@@ -131,7 +131,7 @@ class _CollectiveRoute:
     """Collectives, and the memory that they work on beside the buffers: one for each dtype that is added up."""
 
     def __init__(self, request: Request, comm: Comm | BackendMemory | None) -> None:
-        direction, transfers, process_group, tag, _ = request
+        direction, transfers, process_group, tag, *_ = request
         self._gathers, self._comm = direction == "gather", comm
         what = "an all-gather" if self._gathers else "a reduce-scatter"
         self._wait = Wait(what, process_group, tag, self._gathers)  # the order of calls is enough: for errors only

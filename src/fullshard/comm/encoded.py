@@ -98,6 +98,7 @@ class ExchangeMemory(NamedTuple):
     parts: Sequence[Sequence[Span]]  # the parts in which each is received
     all_received: torch.Tensor  # where they lie end to end; this rank's own is empty in a reduction
     all_sent: torch.Tensor
+    receivers: Sequence[int]  # ranks to which it sends
 
 
 class Carrier:
@@ -125,7 +126,7 @@ class EncodedRoute(PieceRoute):
 
     def __init__(self, request: Request, carrier: type[Carrier]) -> None:
         super().__init__(request)
-        direction, transfers, group, tag, wire = request
+        direction, transfers, group, tag, wire, _ = request
         assert wire is not None
         self.wire = wire
         self.wait = Wait(f"an encoded {direction}", group, tag, self.gathers)
@@ -141,11 +142,13 @@ class EncodedRoute(PieceRoute):
         exact = [piece for piece, _ in self.messages[self.rank].exact]
         self.own = [piece for piece in pieces if piece.is_kept or piece in exact]
         nbytes = [message.nbytes for message in self.messages]
-        self.sent = (self.size - 1) * nbytes[self.rank] if self.gathers else sum(nbytes) - nbytes[self.rank]
+        self.sent = sum(nbytes[self.rank if self.gathers else peer] for peer in self.receivers)
         #: Bytes of the messages received and of those sent, by rank. A gather sends what it has received of itself.
-        self.nbytes = [nbytes[self.rank]] * self.size, [0] * self.size if self.gathers else nbytes
-        if not self.gathers:
-            self.nbytes[0][self.rank] = self.nbytes[1][self.rank] = 0
+        self.nbytes = [0] * self.size, [0] * self.size
+        for peer in [*self.senders, self.rank] if self.gathers else self.senders:
+            self.nbytes[0][peer] = nbytes[self.rank]
+        for peer in [] if self.gathers else self.receivers:
+            self.nbytes[1][peer] = nbytes[peer]
         #: The staging has memory for sums, a chunk, and these messages.
         self.staging = self.scratch + 4 * CHUNK + sum(map(sum, self.nbytes))
 
@@ -177,8 +180,9 @@ class _EncodedExchange:
         if route.gathers:
             self._sent = [self._received[route.rank]] * route.size
         owners = range(route.size) if route.gathers else [route.rank] * route.size
-        parts = [[] if rank == route.rank else route.messages[owner].parts for rank, owner in enumerate(owners)]
-        self.carrier = route.open_carrier(ExchangeMemory(self._sent, self._received, parts, *ends))
+        parts = [route.messages[each].parts if i in route.senders else [] for i, each in enumerate(owners)]
+        memory = ExchangeMemory(self._sent, self._received, parts, *ends, route.receivers)
+        self.carrier = route.open_carrier(memory)
 
     def finish(self) -> None:
         WAITS.current, begin = self._route.wait, WAITS.clock() if WAITS.listeners else 0
@@ -203,8 +207,7 @@ class _EncodedExchange:
     def write(self) -> None:
         """Write the messages, and send them: on a device all together, elsewhere one after the other."""
         route = self._route
-        others = [(route.rank + distance) % route.size for distance in range(1, route.size)]
-        owners = [route.rank] if route.gathers else others
+        owners = [route.rank] if route.gathers else route.receivers
         for some in [[owner] for owner in owners] if is_host(route.device) else [owners]:
             self._write(some)
         if route.own:
@@ -250,7 +253,7 @@ class _EncodedExchange:
         route = self._route
         if not route.gathers:
             return self._add_up(route.messages[route.rank])
-        others = [rank for rank in range(route.size) if rank != route.rank]
+        others = route.senders
         chunks = [
             self._tensors(chunk, self._received[rank], is_own=False)
             for rank in (others if is_host(route.device) else range(route.size))  # a device decodes its own here too
@@ -280,8 +283,8 @@ class _EncodedExchange:
                 at = start + (block.shard_start - piece.shard_start) * dtype.itemsize
                 if is_host(route.device):
                     terms = [
-                        self._source(block) if rank == route.rank else self._exact(received, block, at)
-                        for rank, received in enumerate(self._received)
+                        self._source(block) if rank == route.rank else self._exact(self._received[rank], block, at)
+                        for rank in sorted((*route.senders, route.rank))
                     ]
                     Sum(route, block, terms, self._lease).write(self._shards, self._divisor)
                 else:
@@ -296,8 +299,7 @@ class _EncodedExchange:
         """Write the sums of chunks that lie alike in the messages of all other ranks."""
         route = self._route
         tensors = [self._tensors(chunk, self._received[route.rank], True, lost) for chunk in chunks]
-        received = [each for rank, each in enumerate(self._received) if rank != route.rank]
-        others = [[each[slice(*chunk.span)] for chunk in chunks] for each in received]
+        others = [[self._received[rank][slice(*chunk.span)] for chunk in chunks] for rank in sorted(route.senders)]
         add_up(encoding, tensors, others, partial(divide_, divisor=self._divisor), self._chunk)
 
     def _tensors(

@@ -1,4 +1,4 @@
-"""The ranks of a process group that share a host.
+"""The ranks of a process group that share this host.
 
 Owns their rendezvous, the making of shared segments, waits that are bounded and notice a rank that has ended, and
 the barrier between passes. Others decide what is shared.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal
 
@@ -29,17 +30,24 @@ _ALIVE = 0.05  # seconds between two looks at whether the other ranks still live
 
 
 class LocalRanks:
-    """The ranks of a process group, all on one host, and their processes, by rank. Made by :func:`find_local_ranks`."""
+    """The ranks of a process group that are on this host, and their processes. Made by :func:`find_local_ranks`.
 
-    def __init__(self, process_group: dist.ProcessGroup, pids: list[int]) -> None:
+    Attributes:
+        hosts: the ranks of the process group that are on each host; ``members`` are those on this one.
+        rank: the position of this rank among them, of ``size``; ``pids`` and ``global_ranks`` are in this order too.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, pids: Sequence[int], hosts: Sequence[Sequence[int]]) -> None:
         self.process_group = weakref.ref(process_group)  # which knows this object as long as it lives
-        self.global_ranks = dist.get_process_group_ranks(process_group)
-        self.rank, self.size = process_group.rank(), process_group.size()
-        self.pids = pids
+        self.hosts = tuple(map(tuple, hosts))
+        self.members = next(host for host in self.hosts if process_group.rank() in host)
+        every = dist.get_process_group_ranks(process_group)
+        self.global_ranks, self.pids = [every[rank] for rank in self.members], [pids[rank] for rank in self.members]
+        self.rank, self.size = self.members.index(process_group.rank()), len(self.members)
         self._looks = _LOOK if self.size <= (os.cpu_count() or 1) else 0.0
         self._timeout = timeout_of(process_group)
         self._rank_of: dict[int, int] = {}
-        for rank, pid in enumerate(pids):
+        for rank, pid in enumerate(self.pids):
             if rank != self.rank:
                 self._rank_of[file := watched(pid)] = rank
                 weakref.finalize(self, os.close, file)
@@ -47,23 +55,24 @@ class LocalRanks:
     def map_together(self, segment: Segment | None, view: Segment | None = None) -> bool:
         """Let one piece of memory, which every rank maps, take the place of what each has reserved.
 
-        Every rank must call it, and for the same size. What a rank has in its own parts of ``segment`` is there for all
-        afterwards, and ``view`` shows the same, and writes to it to this rank alone. ``None`` is for a rank that has
-        nothing yet. Returns whether all ranks could; if not, nothing has changed.
+        Every rank must call it, and for the same size as the others of its host. What a rank has in its own parts of
+        ``segment`` is there for all afterwards, and ``view`` shows the same, and writes to it to this rank alone.
+        ``None`` is for a rank that has nothing yet. Returns whether all ranks could; if not, nothing has changed.
         """
         common = look = None
         nbytes, process_group = segment.address.nbytes if segment is not None else 0, self.process_group()
         with suppress(OSError):
             common = Segment.create(nbytes) if self.rank == 0 and nbytes else None
-        said = gather_objects((nbytes, common.address if common is not None else None), process_group)
-        for rank, (other, _) in enumerate(said):
-            if other != said[0][0]:
+        mine = nbytes, common.address if common is not None else None
+        said: list[tuple[int, Address | None]] = gather_objects(mine, process_group)
+        first, address = said[self.members[0]]
+        for rank, (other, _) in zip(self.global_ranks, (said[member] for member in self.members), strict=True):
+            if other != first:
                 raise ValueError(
-                    f"rank {self.global_ranks[rank]} needs {other} bytes of shared memory where rank "
-                    f"{self.global_ranks[0]} needs {said[0][0]}: build the same model on all ranks, on the meta device "
+                    f"rank {rank} needs {other} bytes of shared memory where rank "
+                    f"{self.global_ranks[0]} needs {first}: build the same model on all ranks, on the meta device "
                     f"on all or none of them, or set FULLSHARD_TRANSPORT=p2p"
                 )
-        address: Address | None = said[0][1]
         with suppress(OSError):
             if address is not None:
                 common = common or Segment.open(address)
@@ -180,16 +189,18 @@ class PassBarrier:
 
 
 def find_local_ranks(process_group: dist.ProcessGroup) -> LocalRanks | str:
-    """The ranks of a process group, all of which must call it, if they share a host, or why they do not."""
+    """The ranks of a process group that share this host, or why none can share memory. All ranks must call it."""
     every: list[tuple[int, str, str]] = gather_objects((os.getpid(), host_id(), missing()), process_group)
+    hosts: dict[str, list[int]] = {}
     for rank, (_, host, lacks) in enumerate(every):
         if lacks:
             return f"rank {rank} runs on a system without the shared memory that this transport needs: it lacks {lacks}"
-        if host != every[0][1]:
-            return f"rank {rank} runs on a different host than rank 0"
+        hosts.setdefault(host, []).append(rank)
+    if len(every) == len(hosts) > 1:
+        return "every rank runs on a host of its own"
     local_ranks: LocalRanks | None = None
     with suppress(OSError):
-        local_ranks = LocalRanks(process_group, [pid for pid, _, _ in every])
+        local_ranks = LocalRanks(process_group, [pid for pid, _, _ in every], [*hosts.values()])
     found: list[bool] = gather_objects(local_ranks is not None, process_group)
     if local_ranks is None or not all(found):
         return f"rank {found.index(False)} cannot see the processes of the others"

@@ -176,9 +176,8 @@ class _PairCarrier(Carrier):
                 self._start(process_group.recv, message[slice(*span)], rank)
 
     def send(self, rank: int, span: Span) -> None:
-        group, mine = self.process_group, self.process_group.rank()
-        for peer in [each for each in range(group.size()) if each != mine] if self.waits_for.gathers else [rank]:
-            self._start(group.send, self.memory.sent[peer][slice(*span)], peer)
+        for peer in self.memory.receivers if self.waits_for.gathers else [rank]:
+            self._start(self.process_group.send, self.memory.sent[peer][slice(*span)], peer)
 
     def _start(self, call: Callable[..., dist.Work], message: torch.Tensor, peer: int) -> None:
         try:
@@ -200,21 +199,20 @@ class _MessageRoute(PieceRoute):
 
     def __init__(self, request: Request, staging: int, large: int) -> None:
         super().__init__(request)
-        direction, _, process_group, tag, _ = request
+        direction, _, process_group, tag, *_ = request
         self.process_group = process_group
         self.posted = _posted.setdefault(process_group, [])
         what = "a point-to-point " + ("all-gather" if self.gathers else "reduce-scatter")
         self.wait = Wait(what, process_group, tag, self.gathers)
         self.tag = _message_tag(self.wait)
-        self._peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         plans = vectors(self.plans)
         #: The rank whose large pieces come where they are added up, before any other's but this rank's own; -1: none.
-        self.first = -1 if self.gathers or self.scratch else int(self.rank == 0)
+        self.first = -1 if self.gathers or self.scratch else min(self.senders, default=-1)
         own = [piece for i, plan in enumerate(plans) for piece in plan.pieces(self.rank, i) if self.gathers]
         with torch.inference_mode(False):  # what this rank has, into its own full buffers
             self._own: Copies = list(map(self._full, own)), list(map(self._source, own))
         itemsizes = tuple(dtype.itemsize for dtype in self.dtypes)
-        capacity = max(LEAST_STAGING, staging // (DEPTH * len(self._peers)))
+        capacity = max(LEAST_STAGING, staging // (DEPTH * self.most_peers))
         large = min(large, capacity, *(each.numel * self.dtypes[each.section].itemsize for each in self.zero_copy))
         every = [plan_rounds(plans, itemsizes, each, large, capacity, direction) for each in range(self.size)]
         #: One after the other, and by the rank whose own values are sent by it (gather) or to it.
@@ -249,12 +247,12 @@ class _MessageRoute(PieceRoute):
 
     def _arriving(self, rounds: Sequence[Round]) -> list[tuple[int, Round]]:
         """Which rank sends what in a round."""
-        return [(peer, rounds[peer if self.gathers else self.rank]) for peer in self._peers]
+        return [(peer, rounds[peer if self.gathers else self.rank]) for peer in self.senders]
 
-    def _leaving(self, rounds: Sequence[Round]) -> list[tuple[list[int], Round]]:
+    def _leaving(self, rounds: Sequence[Round]) -> list[tuple[Sequence[int], Round]]:
         """What is sent to which ranks."""
-        own = [(self._peers, rounds[self.rank])]
-        return own if self.gathers else [([peer], rounds[peer]) for peer in self._peers]
+        own = [(self.receivers, rounds[self.rank])]
+        return own if self.gathers else [([peer], rounds[peer]) for peer in self.receivers]
 
     def _round_bytes(self, rounds: Sequence[Round]) -> int:
         """Bytes of staging of a round on this rank."""
@@ -300,11 +298,11 @@ class _MessageRoute(PieceRoute):
         return bound
 
     def _sum(self, piece: Piece, block: Piece, offset: int, lease: Lease, starts: dict[int, int | None]) -> Sum:
-        """The sum of a block of a piece over all ranks. The values of another lie ``offset`` bytes into its staging or,
+        """The sum of a block of a piece over the ranks. The values of another lie ``offset`` bytes into its staging or,
         if it has no start there, in the shard."""
         offset += (block.shard_start - piece.shard_start) * self.dtypes[piece.section].itemsize
         terms: list[torch.Tensor | Piece | None] = []
-        for rank in range(self.size):
+        for rank in sorted((*self.senders, self.rank)):
             start = starts.get(rank)
             staged = None if start is None else self._staged(lease, start, block, offset)
             terms.append(self._given(block) if rank == self.rank else staged)

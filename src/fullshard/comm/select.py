@@ -19,6 +19,7 @@ import torch.distributed as dist
 from fullshard.comm.backends import backend_of
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.point_to_point import PointToPointTransport
+from fullshard.comm.hosts import HostsTransport, shared_transport
 from fullshard.comm.shm import ShmTransport
 from fullshard.comm.transport import Transport
 from fullshard.device import is_host
@@ -33,7 +34,7 @@ _shared = cache(lambda: ShmTransport.simulated(_point_to_point()))
 _between_hosts = cache(lambda: PointToPointTransport(native=_collective()))
 
 #: The names that ``FULLSHARD_TRANSPORT`` may have.
-NAMES = (ShmTransport.name, PointToPointTransport.name, CollectiveTransport.name)
+NAMES = (ShmTransport.name, HostsTransport.name, PointToPointTransport.name, CollectiveTransport.name)
 
 
 def select_transport(process_group: dist.ProcessGroup, device: torch.device) -> Transport:
@@ -94,9 +95,11 @@ def choose_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
         )
     if wanted == PointToPointTransport.name or process_group.size() == 1:
         return _point_to_point(), asked if wanted else "there is one rank"
-    shared = ShmTransport.among(process_group, _point_to_point())
+    shared = shared_transport(process_group, _point_to_point())
     if isinstance(shared, ShmTransport):
-        return shared, asked if wanted else "all of them share a host"
+        if wanted in ("", shared.name):
+            return shared, asked if wanted else shared.why
+        shared = shared.why
     if wanted:
         raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} cannot be used for this process group: {shared}; unset it")
     return _between_hosts(), shared

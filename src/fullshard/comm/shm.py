@@ -20,20 +20,20 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
-from fullshard.buffer.plan import Piece
+from fullshard.buffer.plan import BufferPlan, Piece
 from fullshard.buffer.shared_memory import LINE, Address, Counters, File, Segment
 from fullshard.buffer.slots import Lease
-from fullshard.comm.local_ranks import LocalRanks, PassBarrier, find_local_ranks
+from fullshard.comm.local_ranks import LocalRanks, PassBarrier
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.sums import BLOCK, PieceRoute, Sum, blocks
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, SharedMemory, StillRead, Transfer, Transport
 from fullshard.comm.waits import Wait, lost, named
-from fullshard.device import Pending
+from fullshard.device import Done, Pending
 from fullshard.torch_private import CAN_SWAP_MEMORY, foreach_copy
 
 _AHEAD = 64  # reductions that a rank may be ahead of the slowest one
@@ -41,16 +41,16 @@ _AHEAD = 64  # reductions that a rank may be ahead of the slowest one
 #: ``_ENTRIES`` is the bytes that each rank has for the entries of all reductions that are under way.
 _ENTRY = 8
 _ENTRIES = 8 * _ENTRY * _AHEAD
-#: Reductions between two calls of :meth:`ShmTransport.reset` have numbers of their own, so that ranks agree again.
-_ROUND = 1 << 32
 
 
 class ShmTransport(Transport):
     """Reduces in memory that ranks share, which all map ``control``, and moves the rest by ``messages``."""
 
     name = "shm"
+    why = "all of them share a host"
     gradient_buffers = 2
     adds_in_fp32 = True
+    shares_all = True
     compares_reductions = CAN_SWAP_MEMORY  # else gradients are never in memory that ranks share, but travel as messages
 
     def __init__(self, local_ranks: LocalRanks, control: Segment, messages: PointToPointTransport) -> None:
@@ -58,15 +58,14 @@ class ShmTransport(Transport):
         self.local_ranks = local_ranks
         rank, size = local_ranks.rank, local_ranks.size
         self.ready, self.done, self.summed = (Counters(control, n * LINE * size, rank, size) for n in range(3))
-        starts = range(3 * LINE * size, control.address.nbytes, _ENTRIES)
-        self.entries = [control.numbers(start, _ENTRIES // 8) for start in starts]
-        self.under_way: deque[_PendingShmReduction] = deque()
+        self.entries = [control.numbers(3 * LINE * size + each * _ENTRIES, _ENTRIES // 8) for each in range(size)]
+        self.under_way: deque[PendingSharedReduction] = deque()
         self._slots: dict[int, Address] = {}  # this rank's, by where they begin in memory
         #: Files of slots that are gone, which a slow rank has yet to look for.
         self._files: deque[tuple[int, File | None]] = deque()
         self._opened: list[dict[int, Segment]] = [{} for _ in range(size)]  # slots of the other ranks, by inode
         self._purged = [0] * size
-        self.routes: weakref.WeakSet[_HostReduceRoute] = weakref.WeakSet()
+        self.routes: weakref.WeakSet[SharedReduceRoute] = weakref.WeakSet()
         self.scratch = Lease(torch.empty(2 * BLOCK * 8, dtype=torch.uint8, device="cpu"))
 
     @classmethod
@@ -77,17 +76,9 @@ class ShmTransport(Transport):
         return made
 
     @classmethod
-    def among(cls, process_group: dist.ProcessGroup, messages: PointToPointTransport) -> ShmTransport | str:
-        """The transport of a process group, or why there can be none. Every rank must make the first call."""
-        if process_group not in _known:
-            local_ranks = find_local_ranks(process_group)
-            made: ShmTransport | str = "a rank could not map another rank's memory"
-            if isinstance(local_ranks, str):
-                made = local_ranks
-            elif local_ranks.map_together(control := Segment.reserve((3 * LINE + _ENTRIES) * local_ranks.size)):
-                made = cls(local_ranks, control, messages)
-            _known[process_group] = made
-        return _known[process_group]
+    def control_bytes(cls, size: int) -> int:
+        """Bytes of ``control`` for so many ranks."""
+        return (3 * LINE + _ENTRIES) * size
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Memory for gradient buffers, which the other ranks can read, if there is enough."""
@@ -124,16 +115,16 @@ class ShmTransport(Transport):
         fulls = [transfer.full for transfer in request.transfers]
         if request.direction == "gather" or self.address_of(fulls) is None:
             return self.private._route(request)
-        return _HostReduceRoute(self, request)
+        return SharedReduceRoute(self, request)
 
     def sum_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route | None:
         if self.address_of([transfer.full for transfer in transfers]) is None:
             return None
-        return _HostSumRoute(self, Request("reduce", transfers, process_group, tag))
+        return SharedSumRoute(self, Request("reduce", transfers, process_group, tag))
 
     def reset(self) -> None:
         self.under_way.clear()
-        self.ready.set((self.ready.value // _ROUND + 1) * _ROUND)
+        self.ready.skip_round()
         self.done.set(self.ready.value)
         self.summed.set(self.ready.value)
 
@@ -154,10 +145,12 @@ class ShmTransport(Transport):
                     self._purged[rank] = dropped
             slots = tuple(self._slot_of(rank, reading) for rank in range(self.local_ranks.size))
             reading.route.add_up(slots, reading)
-            reading.shards = ()  # they are gradients now: the mark by which the slot is taken again must not keep them
             self.done.set(reading.number)
+            if reading.route.exchanges:
+                reading.exchange = reading.route.exchange(reading)
+            reading.shards = ()  # they are gradients now: the mark by which the slot is taken again must not keep them
 
-    def _slot_of(self, rank: int, reading: _PendingShmReduction) -> Segment | None:
+    def _slot_of(self, rank: int, reading: PendingSharedReduction) -> Segment | None:
         """Where ``rank`` has the values to be added up; ``None`` for this one."""
         at = reading.number % _AHEAD * _ENTRY
         number, tag, subject, *address = self.entries[rank][at : at + 7]
@@ -183,7 +176,7 @@ class ShmTransport(Transport):
                 opened[inode] = Segment.open(Address(*address))
             except OSError as error:  # its memory ended with it
                 wait = Wait("a reduction", self.local_ranks.process_group(), route.tag)
-                raise lost(wait, error, rank) from error
+                raise lost(wait, error, self.local_ranks.members[rank]) from error
         return opened[inode]
 
     def _forget_slots_of(self, rank: int) -> None:
@@ -210,17 +203,15 @@ class ShmTransport(Transport):
             self._files.popleft()
 
 
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, ShmTransport | str] = weakref.WeakKeyDictionary()
-
-
 @dataclass(eq=False)
-class _PendingShmReduction(StillRead):
+class PendingSharedReduction(StillRead):
     """One reduction: the other ranks' buffers are read when it is finished, and this rank's until it was waited for."""
 
-    route: _HostReduceRoute
+    route: SharedReduceRoute
     number: int
     shards: Sequence[torch.Tensor]  # none any more once it was read
     divisor: float
+    exchange: Pending = field(default_factory=Done)  # what follows when this rank has read its part
 
     def finish(self) -> None:
         self.route.transport.read_up_to(self.number)
@@ -229,16 +220,18 @@ class _PendingShmReduction(StillRead):
                 f"a reduction of {named(self.route.tag)} was lost when reset_iter_state() was called after an error, "
                 f"perhaps in another model on the same ranks: call it on this model too"
             )
+        self.exchange.finish()
 
     def wait(self) -> None:
         transport = self.route.transport
         transport.local_ranks.wait(transport.done, self.number, "a reduction, to be read by the other ranks")
 
 
-class _HostReduceRoute(PieceRoute):
+class SharedReduceRoute(PieceRoute):
     """The parts of some buffers that this rank adds up."""
 
     staging = sent = 0
+    exchanges = False  # whether an exchange with other hosts follows
     _beside = 0  # the last sections, whose values of this rank are not in its slot but in its shards
 
     def __init__(self, transport: ShmTransport, request: Request) -> None:
@@ -261,15 +254,19 @@ class _HostReduceRoute(PieceRoute):
         at = number % _AHEAD * _ENTRY
         transport.entries[local_ranks.rank][at : at + 7] = [number, self.tag, self.subject, *slot]
         transport.ready.set(number)
-        reading = _PendingShmReduction(self, number, shards, reduction.divisor)
+        reading = PendingSharedReduction(self, number, shards, reduction.divisor)
         transport.read_up_to(number - 1)  # the others are ready by now, as a rule, and may wait to write to their slots
         transport.under_way.append(reading)
         return reading
 
-    def add_up(self, slots: tuple[Segment | None, ...], reading: _PendingShmReduction) -> None:
+    def add_up(self, slots: tuple[Segment | None, ...], reading: PendingSharedReduction) -> None:
         """Write this rank's part of the sums to its shards."""
         for total in self.bind(slots)[0]:
             total.write(reading.shards, reading.divisor)
+
+    def exchange(self, reading: PendingSharedReduction) -> Pending:
+        """Start what follows, when this rank has read the slots of the others."""
+        raise NotImplementedError
 
     @torch.inference_mode(False)
     def bind(self, slots: tuple[Segment | None, ...]) -> tuple[list[Sum], list[tuple[Piece, torch.Tensor]]]:
@@ -279,12 +276,16 @@ class _HostReduceRoute(PieceRoute):
         sums = list[Sum]()
         for section, plan in enumerate(self.plans):
             fulls = self._in_slots(section, slots)
-            for block in [block for piece in plan.pieces(self.rank, section) for block in blocks(piece)]:
+            for block in [block for piece in self._pieces(plan, section) for block in blocks(piece)]:
                 terms: list[torch.Tensor | None] = [block.of_full(each) for each in fulls]
                 if section >= len(self.plans) - self._beside:
-                    terms[self.rank] = None
+                    terms[self.transport.local_ranks.rank] = None
                 sums.append(Sum(self, self._in_shard(block), terms, self.transport.scratch))
         return self.known.setdefault(slots, (sums, self._summed_by_others(slots)))
+
+    def _pieces(self, plan: BufferPlan, section: int) -> Sequence[Piece]:
+        """What this rank adds up."""
+        return plan.pieces(self.rank, section)
 
     def _summed_by_others(self, slots: tuple[Segment | None, ...]) -> list[tuple[Piece, torch.Tensor]]:
         """What this rank gets of the others' sums, and where they have it: nothing."""
@@ -300,7 +301,7 @@ class _HostReduceRoute(PieceRoute):
         return piece
 
 
-class _HostSumRoute(_HostReduceRoute):
+class SharedSumRoute(SharedReduceRoute):
     """The sums of some buffers, of which every rank gets all."""
 
     def __init__(self, transport: ShmTransport, request: Request) -> None:
@@ -328,7 +329,7 @@ class _HostSumRoute(_HostReduceRoute):
         plans = list(enumerate(self.plans))[first:]
         return [(rank, piece) for i, plan in plans for rank in others for piece in plan.pieces(rank, i)]
 
-    def add_up(self, slots: tuple[Segment | None, ...], reading: _PendingShmReduction) -> None:
+    def add_up(self, slots: tuple[Segment | None, ...], reading: PendingSharedReduction) -> None:
         """Write this rank's part to its shards and, while it is in a cache, to its slot; then copy those of the others
         from theirs."""
         transport, shards = self.transport, reading.shards

@@ -66,8 +66,12 @@ class PieceRoute:
     Gradients that are not in a buffer (*zero-copy*) are sections of their own, behind the others."""
 
     def __init__(self, request: Request) -> None:
-        direction, transfers, group, *_ = request
+        direction, transfers, group, *_, peers = request
         self.gathers, self.rank, self.size = direction == "gather", group.rank(), group.size()
+        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        sources, targets, self.most_peers = peers or (others, others, len(others))
+        #: From and to which ranks messages go.
+        self.senders, self.receivers = (sources, targets) if self.gathers else (targets, sources)
         self.plans = plans = [transfer.plan for transfer in transfers]
         self.fulls = [alias(transfer.full) for transfer in transfers]
         self.shards = [alias(transfer.shard) for transfer in transfers if self.gathers]  # each reduction brings others

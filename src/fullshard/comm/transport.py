@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fullshard.buffer.plan import BufferPlan, Piece
 from fullshard.buffer.shared_memory import Segment
+from fullshard.buffer.slots import SlotPool
 from fullshard.comm.local_ranks import PassBarrier
 from fullshard.device import Done, Pending
 from fullshard.encodings import Encoding, encoding
@@ -92,6 +93,14 @@ def make_wire(policy: WirePolicy, direction: Direction, feedback: Feedback | Non
     return None if found is None else Wire(found, policy.min_numel, feedback)
 
 
+class Peers(NamedTuple):
+    """With which ranks of a process group one exchanges messages, where others do that for it."""
+
+    sources: Sequence[int]  # whose shards this rank gathers, and for which it has values to reduce
+    targets: Sequence[int]  # that gather this rank's shard, and have values for it
+    most: int  # sources of any rank
+
+
 class Request(NamedTuple):
     """What a route is worked out for: at least one transfer of one group, which has the tag, and the ranks."""
 
@@ -100,6 +109,7 @@ class Request(NamedTuple):
     process_group: dist.ProcessGroup
     tag: int
     wire: Wire | None = None  # ``None``: everything travels as it is
+    peers: Peers | None = None  # ``None``: all other ranks
 
 
 class Route(Protocol):
@@ -200,6 +210,8 @@ class Transport:
     registers_memory = False
     #: Whether it calls functions of the user's, which one rank calls too.
     is_custom = False
+    #: Whether all ranks share memory, so that nothing is sent.
+    shares_all = False
 
     _private: Transport | None = None
 
@@ -215,6 +227,10 @@ class Transport:
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Memory for buffers that this transport moves: 1-D, ``uint8``, 64-byte aligned, contents undefined."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def pool(self, kind: str, device: torch.device) -> SlotPool:
+        """A new pool for buffers of a ``kind`` that this transport moves."""
+        return SlotPool(device, self.allocate, self.registers_memory)
 
     def reserve_shared(self, nbytes: int) -> SharedMemory | None:
         """Memory for a full buffer that all ranks will see after :meth:`map_shared`; ``None`` if each has its own."""

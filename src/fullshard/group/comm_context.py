@@ -84,7 +84,7 @@ class CommContext:
         """The pool of buffers of a kind that ``transport`` transfers."""
         key = (kind, id(transport))
         if key not in self.pools:
-            self.pools[key] = SlotPool(self._device, transport.allocate, transport.registers_memory)
+            self.pools[key] = transport.pool(kind, self._device)
             self.pools[key].gives_back &= not self._is_in_graph
         return self.pools[key]
 

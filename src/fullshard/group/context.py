@@ -127,15 +127,15 @@ class GroupContext:
         and ranks that share memory send nothing, and nothing is encoded."""
         if outer:
             return make_wire(self.options.outer_wire, direction) if self.data.replicate_size > 1 else None
-        shares = self.reduce_transport.private is not self.reduce_transport
-        if self.data.shard_size == 1 or (self.shares_parameters if direction == "gather" else shares):
+        shares = self.shares_parameters if direction == "gather" else self.reduce_transport.shares_all
+        if self.data.shard_size == 1 or shares:
             return None
         return make_wire(self.options.wire, direction)
 
     @property
     def shares_parameters(self) -> bool:
         """Whether the transport has memory that all ranks see for parameters, and nothing stands in the way."""
-        if not (self.params and self.may_share) or self.transport.private is self.transport:
+        if not (self.params and self.may_share and self.transport.shares_all):
             return False
         if self.data.shard_group is None or self.options.post_forward_mesh is not None or self.data.shards_replicas:
             return False
@@ -180,8 +180,15 @@ class GroupContext:
         return self.options.max_gradient_buffers or max(least, self.reduce_transport.gradient_buffers)
 
     @property
+    def gather_transport(self) -> Transport:
+        """What gathers to slots: not to memory that has all parameters, nor where a smaller mesh gathers there too."""
+        transport, has_others = self.transport, self.data.shard_group is not None and self.may_share
+        is_shared = transport.shares_all or not has_others or self.options.post_forward_mesh is not None
+        return transport.private if is_shared else transport
+
+    @property
     def parameter_pool(self) -> SlotPool:
-        return self.comm.pool("parameters", self.transport.private)
+        return self.comm.pool("parameters", self.gather_transport)
 
     @property
     def gradient_pool(self) -> SlotPool:

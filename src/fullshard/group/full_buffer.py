@@ -246,7 +246,7 @@ class GatheredBuffer(FullBuffer):
 
     def __init__(self, group: GroupContext, shard: ShardBuffer) -> None:
         super().__init__(group, shard)
-        self.buffer = SlotBuffer(group.parameter_pool, full_bytes(group.sections, group.compute_dtypes))
+        self.buffer = group.parameter_pool.buffer(full_bytes(group.sections, group.compute_dtypes))
         self.source = source_of(group, shard)
 
     def is_current(self) -> bool:

@@ -74,7 +74,7 @@ class Source:
             group = self._group
             transfers = list(map(Transfer, [section.plan for section in group.sections], fulls, self.views))
             over, wire = group.data.shard_group, group.wire("gather")
-            self._route = group.transport.private.gather_route(transfers, over, group.tag, wire)
+            self._route = group.gather_transport.gather_route(transfers, over, group.tag, wire)
             if type(self) is Source:
                 self.ready = self._route
         return self._route

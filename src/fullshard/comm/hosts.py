@@ -1,0 +1,280 @@
+"""Several hosts of several ranks: memory that the ranks of a host share, and messages between hosts.
+
+A full buffer is a slot in which all ranks of a host see the same values, so that a host needs each shard of the others
+once. Its ranks share this work out: each fetches what one rank of every other host has. A reduction adds up inside the
+host first, in place, and only that sum leaves it::
+
+    host A    rank 0 ◀──── shards; sums of the host ────▶ rank 2    host B
+              rank 1 ◀──── shards; sums of the host ────▶ rank 3
+
+    gather    shard ─▶ slot of this host, and to one rank of every other host ─▶ slot of that host
+    reduce    gradients of a host's ranks, each in a slot ─ added up ─▶ sums for its peers and for itself
+              sums that come, and its own ─▶ shard
+
+Owns who exchanges what with whom (:func:`peers_of`), and the order of these exchanges on the ranks of a host. Messages
+are those of :mod:`fullshard.comm.point_to_point`, with a wire or without; :mod:`fullshard.comm.shm` adds up.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+
+from fullshard.buffer.host_slots import HostSlot, HostSlotPool
+from fullshard.buffer.plan import BufferPlan, Piece
+from fullshard.buffer.shared_memory import LINE, PRIVATE, ROUND, Address, Counters, Segment
+from fullshard.buffer.slots import SlotPool
+from fullshard.comm.local_ranks import LocalRanks, find_local_ranks
+from fullshard.comm.point_to_point import PointToPointTransport
+from fullshard.comm.shm import PendingSharedReduction, SharedReduceRoute, ShmTransport
+from fullshard.comm.sums import SUM_DTYPES
+from fullshard.comm.transport import (
+    PLAIN_SUM,
+    Peers,
+    Reduction,
+    Request,
+    Route,
+    SharedMemory,
+    Shards,
+    Transfer,
+    Transport,
+)
+from fullshard.comm.waits import named
+from fullshard.device import Pending
+from fullshard.torch_private import CAN_SWAP_MEMORY, foreach_copy
+
+_AHEAD = 64  # gathers and new slots that a rank may be ahead of the slowest one of its host
+#: Integers that say what a rank does: its number, the tag of a group, a slot; or the address of a new one.
+_EVENT = 8
+_NEW_SLOT = -1  # in place of a tag
+
+
+def peers_of(hosts: Sequence[Sequence[int]], rank: int) -> Peers:
+    """With whom ``rank`` exchanges messages: the shard of each rank goes to the rank of the same position on every other
+    host, or to the one at its position modulo their number."""
+    here = next(host for host in hosts if rank in host)
+    away = [host for host in hosts if host is not here]
+    fetched = [[each for i, each in enumerate(host) if i % len(here) == here.index(rank)] for host in away]
+    targets = [host[here.index(rank) % len(host)] for host in away]
+    most = max(sum(-(-len(b) // len(a)) for b in hosts if b is not a) for a in hosts)
+    return Peers([*chain(*fetched)], targets, most)
+
+
+class HostsTransport(ShmTransport):
+    """Gathers to slots that the ranks of this host share, which map ``control`` for it, and reduces in their memory."""
+
+    name = "hosts"
+    shares_all = False
+
+    def __init__(self, local_ranks: LocalRanks, control: Segment, messages: PointToPointTransport) -> None:
+        super().__init__(local_ranks, control, messages)
+        rank, size = local_ranks.rank, local_ranks.size
+        self.peers = peers_of(local_ranks.hosts, local_ranks.members[rank])
+        first = super().control_bytes(size)
+        self.begun, self.read = (Counters(control, first + n * LINE * size, rank, size) for n in range(2))
+        starts = range(first + 2 * LINE * size, control.address.nbytes, 8 * _EVENT * _AHEAD)
+        self.events = [control.numbers(start, _EVENT * _AHEAD) for start in starts]
+        counts = sorted({len(host) for host in local_ranks.hosts})
+        each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        self.why = f"they are on {len(local_ranks.hosts)} hosts, with {each} ranks that share memory on each"
+        self.host_slots: weakref.WeakValueDictionary[int, HostSlot] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def control_bytes(cls, size: int) -> int:
+        return super().control_bytes(size) + (2 * LINE + 8 * _EVENT * _AHEAD) * size
+
+    def pool(self, kind: str, device: torch.device) -> SlotPool:
+        if kind != "parameters":
+            return super().pool(kind, device)
+        return HostSlotPool(device, self._share, self.host_slots, self.local_ranks.rank, self.local_ranks.size)
+
+    def reserve_shared(self, nbytes: int) -> SharedMemory | None:
+        return None
+
+    def map_shared(self, memory: SharedMemory | None) -> bool:
+        return False
+
+    def _route(self, request: Request) -> Route:
+        if request.direction == "gather":
+            is_shared = request.transfers[0].full.untyped_storage().data_ptr() in self.host_slots
+            return HostsGatherRoute(self, request) if is_shared else self.private._route(request)
+        shares = self.address_of(transfer.full for transfer in request.transfers) is not None
+        return HostsReduceRoute(self, request) if shares else self.private._route(request)
+
+    def sum_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route | None:
+        return None
+
+    def between(self, request: Request) -> Route:
+        """The route of messages to and from the peers of this rank."""
+        return self.private._route(request._replace(peers=self.peers))
+
+    def begin(self, tag: int, *what: int) -> int:
+        """Tell the other ranks of this host what this one begins; returns its number."""
+        number = self.begun.value + 1
+        self.local_ranks.wait(self.begun, number - _AHEAD, "a gather, to be begun by the slowest rank")
+        at = number % _AHEAD * _EVENT
+        self.events[self.local_ranks.rank][at : at + 2 + len(what)] = [number, tag, *what]
+        self.begun.set(number)
+        return number
+
+    def compare(self, number: int, count: int) -> Sequence[int]:
+        """Wait until the others have begun the same, of which ``count`` numbers must be equal; returns what the first
+        rank has said. Raises RuntimeError if a rank does something else."""
+        at = number % _AHEAD * _EVENT
+        mine = self.events[self.local_ranks.rank][at : at + 2 + count]
+        self.local_ranks.wait(self.begun, number, "a gather, to be begun", mine[1])
+        for rank, events in enumerate(self.events):
+            theirs = events[at : at + 2 + count]
+            is_over = theirs[0] > number and theirs[0] // ROUND == number // ROUND  # all have begun it, if so
+            if theirs != mine and not is_over:
+                here, there = dist.get_rank(), self.local_ranks.global_ranks[rank]
+                does = ["makes a slot" if tag == _NEW_SLOT else f"gathers {named(tag)}" for tag in (mine[1], theirs[1])]
+                does[0] += " in other memory" if does[0] == does[1] else ""
+                raise RuntimeError(
+                    f"rank {here} {does[0]} where rank {there} of the same host {does[1]}, or has given up after an "
+                    f"error: all ranks must run the same sharded modules in the same order, free buffers together, "
+                    f"and call reset_iter_state() together after an error"
+                )
+        return self.events[0][at + 2 : at + _EVENT]
+
+    def _share(self, nbytes: int) -> tuple[Segment, Segment]:
+        """Memory for a slot of this host, which its first rank makes."""
+        made = look = None
+        try:
+            if self.local_ranks.rank == 0:
+                made = Segment.create(nbytes)
+            error: Exception | None = None
+        except OSError as caught:
+            error = caught
+        number = self.begin(_NEW_SLOT, nbytes, *(made.address if made is not None else ()))
+        _, *address = self.compare(number, 1)[:5]
+        try:
+            if address[3] != nbytes:
+                raise error or OSError(f"rank {self.local_ranks.global_ranks[0]} could make none")
+            made = made or Segment.open(Address(*address))
+            look = Segment.open(Address(*address), PRIVATE)
+        except OSError as caught:
+            raise RuntimeError(
+                f"no {nbytes} bytes of shared memory for parameters ({caught}): free memory or allow more open files, "
+                f"or set FULLSHARD_TRANSPORT=p2p"
+            ) from caught
+        return made, look
+
+    def reset(self) -> None:
+        super().reset()
+        for counters in (self.begun, self.read, *chain(*((s.filled, s.read) for s in self.host_slots.values()))):
+            counters.skip_round()
+
+
+class HostsGatherRoute:
+    """A gather to the slot that the full buffer has at the time."""
+
+    def __init__(self, transport: HostsTransport, request: Request) -> None:
+        self._transport, self._request = transport, request
+        self._starts = [int(each.full.storage_offset()) * each.full.itemsize for each in request.transfers]
+        self.tag = request.tag
+        self._known: weakref.WeakKeyDictionary[HostSlot, Route] = weakref.WeakKeyDictionary()
+        route = self._find()[1]
+        self.staging, self.sent = route.staging, route.sent
+
+    def _find(self) -> tuple[HostSlot, Route]:
+        """The slot, and the route to it. Both are the same ones again in later steps."""
+        transfers = self._request.transfers
+        slot = self._transport.host_slots[transfers[0].full.untyped_storage().data_ptr()]
+        route = self._known.get(slot)
+        if route is None:
+            pairs = zip(transfers, self._starts, strict=True)
+            there = [each._replace(full=slot.writable(at, each.full.numel(), each.full.dtype)) for each, at in pairs]
+            route = self._known[slot] = self._transport.between(self._request._replace(transfers=there))
+        return slot, route
+
+    def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
+        transport, (slot, route) = self._transport, self._find()
+        number = transport.begin(self.tag, slot.inode)
+        transport.local_ranks.wait(slot.read, slot.read.value, "a gather, for its memory", self.tag)
+        return _PendingGather(self._transport, self.tag, slot, number, route.start())
+
+
+@dataclass(eq=False, slots=True)
+class _PendingGather:
+    """This rank's part of a gather, which others of its host wait for."""
+
+    transport: HostsTransport
+    tag: int
+    slot: HostSlot
+    number: int
+    part: Pending
+
+    def finish(self) -> None:
+        transport, slot = self.transport, self.slot
+        self.part.finish()
+        use = slot.read.value + 1
+        slot.filled.set(use)
+        transport.compare(self.number, 1)
+        transport.local_ranks.wait(slot.filled, use, "an all-gather", self.tag)
+
+
+class HostsReduceRoute(SharedReduceRoute):
+    """Adds up, in the slots of a host, what this rank sends or keeps, in place. Then hosts exchange these sums."""
+
+    exchanges = True
+
+    def __init__(self, transport: HostsTransport, request: Request) -> None:
+        in_place = [Transfer(plan, full, full) for plan, full, _ in request.transfers]
+        super().__init__(transport, request._replace(transfers=in_place))
+        self._between = transport.between(request)
+        self.staging, self.sent = self._between.staging, self._between.sent
+        self._beside = len(self.plans)
+        self._owners = [self.rank, *transport.peers.sources]
+        every = [piece for section, plan in enumerate(self.plans) for piece in plan.pieces(self.rank, section)]
+        self._kept = [piece for piece in every if piece.is_kept]  # all ranks read these, so that no sum may lie there
+        self._sums: list[torch.Tensor] = []  # of these
+
+    def _pieces(self, plan: BufferPlan, section: int) -> Sequence[Piece]:
+        every = chain.from_iterable(plan.pieces(owner, section) for owner in self._owners)
+        return [piece for piece in every if not piece.is_kept]
+
+    def _in_shard(self, piece: Piece) -> Piece:
+        return piece.in_place
+
+    def add_up(self, slots: tuple[Segment | None, ...], reading: PendingSharedReduction) -> None:
+        for total in self.bind(slots)[0]:
+            total.write(self.fulls, 1.0)
+        self._sums = []
+        for piece in self._kept:
+            terms = [piece.of_full(each) for each in self._in_slots(piece.section, slots)]
+            dtype = SUM_DTYPES[terms[0].dtype]
+            self._sums.append(sum((term.to(dtype) for term in terms[1:]), terms[0].to(dtype)))
+
+    def exchange(self, reading: PendingSharedReduction) -> Pending:
+        if self._kept:
+            self.transport.local_ranks.wait(self.transport.done, reading.number, "a reduction", self.tag)
+            foreach_copy([piece.of_full(self.fulls[piece.section]) for piece in self._kept], self._sums)
+        return self._between.start(reading.shards, Reduction(reading.divisor))
+
+
+def shared_transport(process_group: dist.ProcessGroup, messages: PointToPointTransport) -> ShmTransport | str:
+    """The transport of a process group of which ranks share memory, or why there can be none. Every rank must make the
+    first call."""
+    if process_group not in _known:
+        local_ranks = find_local_ranks(process_group)
+        made: ShmTransport | str = "a rank could not map another rank's memory"
+        if isinstance(local_ranks, str):
+            made = local_ranks
+        elif len(local_ranks.hosts) > 1 and not CAN_SWAP_MEMORY:
+            made = "they are on several hosts, where memory is shared from torch 2.12 on"
+        else:
+            kind = ShmTransport if len(local_ranks.hosts) == 1 else HostsTransport
+            control = Segment.reserve(kind.control_bytes(local_ranks.size))
+            if local_ranks.map_together(control):
+                made = kind(local_ranks, control, messages)
+        _known[process_group] = made
+    return _known[process_group]
+
+
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, ShmTransport | str] = weakref.WeakKeyDictionary()
