@@ -27,8 +27,7 @@ ShareMemory = Callable[[int], tuple[Segment, Segment]]
 
 
 class HostSlot(Slot):
-    """A slot in a ``segment`` and a private ``view`` of it. This rank is the one number ``rank`` of the ``size`` ranks of
-    its host."""
+    """A slot in a ``segment`` and a private ``view`` of it. This rank is number ``rank`` of the ``size`` of its host."""
 
     def __init__(self, segment: Segment, view: Segment, rank: int, size: int) -> None:
         self._segment, self._view, self._start = segment, view, slot_start(size)
@@ -56,8 +55,8 @@ class HostSlot(Slot):
 
 
 class HostSlotPool(SlotPool):
-    """The slots that the ranks of a host share. ``share`` makes their memory, and ``slots`` gets those that are there, by
-    where they begin in this process."""
+    """The slots that the ranks of a host share. ``share`` makes their memory, and ``slots`` gets each, by where it
+    begins in this process."""
 
     def __init__(
         self, device: torch.device, share: ShareMemory, slots: MutableMapping[int, HostSlot], rank: int, size: int

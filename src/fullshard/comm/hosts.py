@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from fullshard.buffer.host_slots import HostSlot, HostSlotPool
-from fullshard.buffer.plan import BufferPlan, Piece
+from fullshard.buffer.plan import BufferPlan, Cut, Piece, Share
 from fullshard.buffer.shared_memory import LINE, PRIVATE, ROUND, Address, Counters, Segment
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.local_ranks import LocalRanks, find_local_ranks
@@ -39,13 +40,12 @@ from fullshard.comm.transport import (
     Reduction,
     Request,
     Route,
-    SharedMemory,
     Shards,
+    SharedMemory,
     Transfer,
-    Transport,
 )
 from fullshard.comm.waits import named
-from fullshard.device import Pending
+from fullshard.device import Pending, Started
 from fullshard.torch_private import CAN_SWAP_MEMORY, foreach_copy
 
 _AHEAD = 64  # gathers and new slots that a rank may be ahead of the slowest one of its host
@@ -55,8 +55,8 @@ _NEW_SLOT = -1  # in place of a tag
 
 
 def peers_of(hosts: Sequence[Sequence[int]], rank: int) -> Peers:
-    """With whom ``rank`` exchanges messages: the shard of each rank goes to the rank of the same position on every other
-    host, or to the one at its position modulo their number."""
+    """With whom ``rank`` exchanges messages. The shard of each rank goes to the rank at the same position on every other
+    host, modulo the number of ranks there."""
     here = next(host for host in hosts if rank in host)
     away = [host for host in hosts if host is not here]
     fetched = [[each for i, each in enumerate(host) if i % len(here) == here.index(rank)] for host in away]
@@ -107,7 +107,9 @@ class HostsTransport(ShmTransport):
         return HostsReduceRoute(self, request) if shares else self.private._route(request)
 
     def sum_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route | None:
-        return None
+        if self.address_of(transfer.full for transfer in transfers) is None:
+            return None
+        return HostsSumRoute(self, Request("reduce", transfers, process_group, tag))
 
     def between(self, request: Request) -> Route:
         """The route of messages to and from the peers of this rank."""
@@ -256,6 +258,86 @@ class HostsReduceRoute(SharedReduceRoute):
             self.transport.local_ranks.wait(self.transport.done, reading.number, "a reduction", self.tag)
             foreach_copy([piece.of_full(self.fulls[piece.section]) for piece in self._kept], self._sums)
         return self._between.start(reading.shards, Reduction(reading.divisor))
+
+
+class HostsSumRoute(HostsReduceRoute):
+    """The same for sums that all ranks get: hosts gather them in the slots, from which each rank copies all of them."""
+
+    def __init__(self, transport: HostsTransport, request: Request) -> None:
+        given, size = request.transfers, request.process_group.size()
+        plans = [plan.over(size) for plan, _, _ in given]
+        #: How far each parameter lies behind its place in the full buffer when it lies in the shard.
+        every = [zip(plan.cuts, plan.full_offsets, strict=True) for plan, _, _ in given]
+        shifts = [[cut.share(0).place - full for cut, full in both] for both in every]
+        placed = [_placed(*both) for both in zip(plans, shifts, strict=True)]
+        super().__init__(transport, _over(request, placed, [shard for _, _, shard in given]))
+        in_slots = [_placed(plan, [0] * len(plan.cuts)) for plan in plans]
+        fulls = [full for _, full, _ in given]
+        self._spread = transport.between(_over(request, in_slots, fulls)._replace(direction="gather"))
+        self.over, self.sent = transport.read, self.sent + self._spread.sent
+
+    def start(
+        self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
+    ) -> PendingSharedReduction:
+        apart = list(zip(self.plans, self.fulls, strict=True))[len(self.plans) - len(zero_copy) :]
+        if apart:
+            places = [full[(at := plan.full_offsets[0]) : at + plan.params[0].numel] for plan, full in apart]
+            foreach_copy(places, zero_copy)
+        return super().start([*shards, *zero_copy], reduction)
+
+    def add_up(self, slots: tuple[Segment | None, ...], reading: PendingSharedReduction) -> None:
+        super().add_up(slots, reading)
+        reading.slots = slots
+
+    def exchange(self, reading: PendingSharedReduction) -> Pending:
+        return Started(partial(self._complete, super().exchange(reading), reading, reading.shards))
+
+    def _complete(self, sums: Pending, reading: PendingSharedReduction, shards: Sequence[torch.Tensor]) -> None:
+        """Bring the sums of all ranks to the shards, when this rank has its own there."""
+        sums.finish()
+        transport, number = self.transport, reading.number
+        own = [piece for section, plan in enumerate(self.plans) for piece in plan.pieces(self.rank, section)]
+        here, there = ([piece.of_full(self.fulls[piece.section]) for piece in own], [_in(shards, each) for each in own])
+        if own:
+            foreach_copy(here, there)
+            if any(one.dtype != other.dtype for one, other in zip(here, there, strict=True)):
+                foreach_copy(there, here)  # rounded, as the others see them
+        self._spread.start().finish()
+        transport.summed.set(number)
+        transport.local_ranks.wait(transport.summed, number, "a reduction", self.tag)
+        if others := self.bind(reading.slots)[1]:
+            foreach_copy([_in(shards, piece) for piece, _ in others], [values for _, values in others])
+        self.over.set(number)
+
+    def _summed_by_others(self, slots: tuple[Segment | None, ...]) -> list[tuple[Piece, torch.Tensor]]:
+        found, local_ranks = list[tuple[Piece, torch.Tensor]](), self.transport.local_ranks
+        fulls = [self._in_slots(i, slots) for i in range(len(self.plans))]
+        for at, member in enumerate(local_ranks.members):
+            owners = {member, *peers_of(local_ranks.hosts, member).sources} - {self.rank}
+            for section, plan in enumerate(self.plans):
+                pieces = [piece for owner in sorted(owners) for piece in plan.pieces(owner, section)]
+                found += [(piece, piece.of_full(fulls[section][at])) for piece in pieces]
+        return found
+
+
+def _over(request: Request, plans: Sequence[BufferPlan], shards: Sequence[torch.Tensor]) -> Request:
+    """A request for other plans and shards."""
+    every = zip(plans, request.transfers, shards, strict=True)
+    return request._replace(transfers=[Transfer(plan, full, shard) for plan, (_, full, _), shard in every])
+
+
+def _in(shards: Sequence[torch.Tensor], piece: Piece) -> torch.Tensor:
+    return piece.of_shard(shards[piece.section])
+
+
+def _placed(plan: BufferPlan, shifts: Sequence[int]) -> BufferPlan:
+    """A plan of vectors with the part of each rank, in its shard, so far behind its place in the full buffer."""
+    cuts = list[Cut]()
+    for cut, shift in zip(plan.cuts, shifts, strict=True):
+        parts = [(rank, *cut.chunk(rank)) for rank in range(plan.world_size)]
+        shares = [Share(range(i, i + 1), first, stop - first, cut.start + first + shift) for i, first, stop in parts]
+        cuts.append(replace(cut, shares=tuple(shares), is_uniform=False))
+    return replace(plan, cuts=tuple(cuts), zero_copy=())
 
 
 def shared_transport(process_group: dist.ProcessGroup, messages: PointToPointTransport) -> ShmTransport | str:

@@ -90,6 +90,13 @@ class _BoundRound:
     sums: list[Sum] = field(default_factory=list)  # of what was received (reduction)
 
 
+class _Works(list[Any]):
+    """The works of an exchange. Two that have none are not the same."""
+
+    __eq__ = object.__eq__
+    __hash__ = None  # type: ignore[assignment]
+
+
 #: Messages on their way. An error may end a step before they are waited for; but gloo reads nothing more from a rank
 #: once the memory for a message of that rank is gone. So it stays until they came, or as long as the process group.
 _posted: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]] = weakref.WeakKeyDictionary()
@@ -105,7 +112,7 @@ class _Exchange:
     shards: Sequence[torch.Tensor]  # where a reduction writes its sums, divided by the divisor
     fulls: Sequence[torch.Tensor]  # what it adds up, with the zero-copy gradients
     divisor: float
-    works: list[list[tuple[dist.Work, int]]] = field(default_factory=list)  # by round, and the other rank of each
+    works: list[list[tuple[dist.Work, int]]] = field(default_factory=_Works)  # by round, and the other rank of each
 
     def post(self, planned: _BoundRound) -> None:
         route, group, tag = self.route, self.route.process_group, self.route.tag
@@ -168,7 +175,7 @@ class _PairCarrier(Carrier):
 
     def __init__(self, process_group: dist.ProcessGroup, wait: Wait, memory: ExchangeMemory) -> None:
         super().__init__(process_group, wait, memory)
-        self._tag, self._works = _message_tag(wait), list[tuple[dist.Work, int]]()
+        self._tag, self._works = _message_tag(wait), _Works()
         self._posted = _posted.setdefault(process_group, [])
         self._posted.append(self._works)
         for rank, (message, parts) in enumerate(zip(memory.received, memory.parts, strict=True)):

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from fullshard.comm.backends import backend_of
 from fullshard.comm.collective import CollectiveTransport
-from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.hosts import HostsTransport, shared_transport
+from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.shm import ShmTransport
 from fullshard.comm.transport import Transport
 from fullshard.device import is_host

@@ -212,6 +212,7 @@ class PendingSharedReduction(StillRead):
     shards: Sequence[torch.Tensor]  # none any more once it was read
     divisor: float
     exchange: Pending = field(default_factory=Done)  # what follows when this rank has read its part
+    slots: tuple[Segment | None, ...] = ()  # of the ranks, if what follows reads them
 
     def finish(self) -> None:
         self.route.transport.read_up_to(self.number)
@@ -224,7 +225,7 @@ class PendingSharedReduction(StillRead):
 
     def wait(self) -> None:
         transport = self.route.transport
-        transport.local_ranks.wait(transport.done, self.number, "a reduction, to be read by the other ranks")
+        transport.local_ranks.wait(self.route.over, self.number, "a reduction, to be read by the other ranks")
 
 
 class SharedReduceRoute(PieceRoute):
@@ -238,6 +239,7 @@ class SharedReduceRoute(PieceRoute):
         super().__init__(request)
         transport.routes.add(self)
         self.transport, self.tag = transport, request.tag
+        self.over = transport.done  # where ranks say that they read no slot any more
         self._starts = [int(full.storage_offset()) * full.itemsize for full in self.fulls]
         #: The same on ranks that reduce the same parameters.
         self.subject = hash((*self._starts, *(plan.full_offsets for plan in self.plans)))
