@@ -18,7 +18,7 @@ pytest.register_assert_rewrite("tests.harness", "fullshard_pytest")
 
 # Only a first import is rewritten, so this one has to follow.
 from fullshard.testing.plugin import world_size  # noqa: E402
-from tests.harness import SIMULATED  # noqa: E402
+from tests.harness import SIMULATED, pretended_hosts  # noqa: E402
 from tests.harness.compare import WITH_TORCH  # noqa: E402
 from tests.harness.lanes import covering  # noqa: E402
 
@@ -150,7 +150,8 @@ def case_transport(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     if chosen is not None:
         os.environ["FULLSHARD_TRANSPORT"] = chosen
-    yield
+    with pretended_hosts("aabb" if chosen == "hosts" else ""):
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -171,8 +172,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         "case_transport",
         [
             pytest.param(name, marks=() if name == "shm" or (is_quick and name not in SIMULATED) else pytest.mark.slow)
-            for name in ("shm", "p2p", "collective", *SIMULATED)
-            if mark.args != (1,) or name != "shm"
+            for name in ("shm", "hosts", "p2p", "collective", *SIMULATED)
+            if mark.args != (1,) or name not in ("shm", "hosts")
         ],
         indirect=True,
     )

@@ -25,11 +25,15 @@ train once.
 the same training unsharded; both are imported by their own names, because not every test needs them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
+from fullshard import platforms
 from fullshard.testing import Outcome, RankPool, World, failure_report
 from fullshard.testing import simulated_world as fake_world
 
@@ -60,4 +64,22 @@ def ranks(
     return mark
 
 
-__all__ = ["SIMULATED", "Outcome", "RankPool", "World", "everywhere", "failure_report", "fake_world", "ranks"]
+@contextmanager
+def pretended_hosts(hosts: str) -> Iterator[None]:
+    """A context in which rank ``i`` runs on the host that letter ``i`` names, if there is one."""
+    at = dist.get_rank() if hosts and dist.is_initialized() else len(hosts)
+    with patch.object(platforms, "pretended_host", hosts[at : at + 1]):
+        yield
+
+
+__all__ = [
+    "SIMULATED",
+    "Outcome",
+    "RankPool",
+    "World",
+    "everywhere",
+    "failure_report",
+    "fake_world",
+    "pretended_hosts",
+    "ranks",
+]

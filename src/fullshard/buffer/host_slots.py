@@ -27,7 +27,7 @@ ShareMemory = Callable[[int], tuple[Segment, Segment]]
 
 
 class HostSlot(Slot):
-    """A slot in a ``segment`` and a private ``view`` of it. This rank is number ``rank`` of the ``size`` of its host."""
+    """A slot in a ``segment`` and a private ``view`` of it. This rank is number ``rank`` of ``size`` on its host."""
 
     def __init__(self, segment: Segment, view: Segment, rank: int, size: int) -> None:
         self._segment, self._view, self._start = segment, view, slot_start(size)

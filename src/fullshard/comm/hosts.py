@@ -46,6 +46,7 @@ from fullshard.comm.transport import (
 )
 from fullshard.comm.waits import named
 from fullshard.device import Pending, Started
+from fullshard.platforms import host_id
 from fullshard.torch_private import CAN_SWAP_MEMORY, foreach_copy
 
 _AHEAD = 64  # gathers and new slots that a rank may be ahead of the slowest one of its host
@@ -55,14 +56,14 @@ _NEW_SLOT = -1  # in place of a tag
 
 
 def peers_of(hosts: Sequence[Sequence[int]], rank: int) -> Peers:
-    """With whom ``rank`` exchanges messages. The shard of each rank goes to the rank at the same position on every other
+    """With whom ``rank`` exchanges messages. The shard of each rank goes to the rank at the same position on each other
     host, modulo the number of ranks there."""
     here = next(host for host in hosts if rank in host)
     away = [host for host in hosts if host is not here]
     fetched = [[each for i, each in enumerate(host) if i % len(here) == here.index(rank)] for host in away]
     targets = [host[here.index(rank) % len(host)] for host in away]
     most = max(sum(-(-len(b) // len(a)) for b in hosts if b is not a) for a in hosts)
-    return Peers([*chain(*fetched)], targets, most)
+    return Peers([*chain(*fetched)], targets, max(1, most))
 
 
 class HostsTransport(ShmTransport):
@@ -81,7 +82,7 @@ class HostsTransport(ShmTransport):
         self.events = [control.numbers(start, _EVENT * _AHEAD) for start in starts]
         counts = sorted({len(host) for host in local_ranks.hosts})
         each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        self.why = f"they are on {len(local_ranks.hosts)} hosts, with {each} ranks that share memory on each"
+        self.why = f"they run on {len(local_ranks.hosts)} hosts, on each of which {each} share memory"
         self.host_slots: weakref.WeakValueDictionary[int, HostSlot] = weakref.WeakValueDictionary()
 
     @classmethod
@@ -340,23 +341,34 @@ def _placed(plan: BufferPlan, shifts: Sequence[int]) -> BufferPlan:
     return replace(plan, cuts=tuple(cuts), zero_copy=())
 
 
-def shared_transport(process_group: dist.ProcessGroup, messages: PointToPointTransport) -> ShmTransport | str:
+def shared_transport(
+    process_group: dist.ProcessGroup, messages: PointToPointTransport, wanted: str = ""
+) -> ShmTransport | str:
     """The transport of a process group of which ranks share memory, or why there can be none. Every rank must make the
-    first call."""
-    if process_group not in _known:
-        local_ranks = find_local_ranks(process_group)
-        made: ShmTransport | str = "a rank could not map another rank's memory"
-        if isinstance(local_ranks, str):
-            made = local_ranks
-        elif len(local_ranks.hosts) > 1 and not CAN_SWAP_MEMORY:
-            made = "they are on several hosts, where memory is shared from torch 2.12 on"
-        else:
-            kind = ShmTransport if len(local_ranks.hosts) == 1 else HostsTransport
-            control = Segment.reserve(kind.control_bytes(local_ranks.size))
-            if local_ranks.map_together(control):
-                made = kind(local_ranks, control, messages)
-        _known[process_group] = made
-    return _known[process_group]
+    first call. ``wanted`` is the name of one, if it is to be that."""
+    known, key = _known.setdefault(process_group, {}), (wanted, host_id())
+    if key not in known:
+        known[key] = _share(process_group, messages, wanted)
+    return known[key]
 
 
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, ShmTransport | str] = weakref.WeakKeyDictionary()
+def _share(process_group: dist.ProcessGroup, messages: PointToPointTransport, wanted: str) -> ShmTransport | str:
+    local_ranks = find_local_ranks(process_group)
+    if isinstance(local_ranks, str):
+        return local_ranks
+    hosts = len(local_ranks.hosts)
+    kind = HostsTransport if wanted == HostsTransport.name or (not wanted and hosts > 1) else ShmTransport
+    if kind is ShmTransport and hosts > 1:
+        return f"its ranks run on {hosts} hosts"
+    if not wanted and hosts == process_group.size():
+        return "every rank runs on a host of its own"
+    if kind is HostsTransport and not CAN_SWAP_MEMORY:
+        return "ranks of several hosts share memory from torch 2.12 on"
+    control = Segment.reserve(kind.control_bytes(local_ranks.size))
+    if not local_ranks.map_together(control):
+        return "a rank could not map another rank's memory"
+    return kind(local_ranks, control, messages)
+
+
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], ShmTransport | str]]
+_known = weakref.WeakKeyDictionary()

@@ -196,8 +196,6 @@ def find_local_ranks(process_group: dist.ProcessGroup) -> LocalRanks | str:
         if lacks:
             return f"rank {rank} runs on a system without the shared memory that this transport needs: it lacks {lacks}"
         hosts.setdefault(host, []).append(rank)
-    if len(every) == len(hosts) > 1:
-        return "every rank runs on a host of its own"
     local_ranks: LocalRanks | None = None
     with suppress(OSError):
         local_ranks = LocalRanks(process_group, [pid for pid, _, _ in every], [*hosts.values()])

@@ -95,11 +95,9 @@ def choose_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
         )
     if wanted == PointToPointTransport.name or process_group.size() == 1:
         return _point_to_point(), asked if wanted else "there is one rank"
-    shared = shared_transport(process_group, _point_to_point())
+    shared = shared_transport(process_group, _point_to_point(), wanted)
     if isinstance(shared, ShmTransport):
-        if wanted in ("", shared.name):
-            return shared, asked if wanted else shared.why
-        shared = shared.why
+        return shared, asked if wanted else shared.why
     if wanted:
         raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} cannot be used for this process group: {shared}; unset it")
     return _between_hosts(), shared
