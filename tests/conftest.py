@@ -18,7 +18,7 @@ pytest.register_assert_rewrite("tests.harness", "fullshard_pytest")
 
 # Only a first import is rewritten, so this one has to follow.
 from fullshard.testing.plugin import world_size  # noqa: E402
-from tests.harness import SIMULATED, pretended_hosts  # noqa: E402
+from tests.harness import HOSTS, SIMULATED, pretended_hosts  # noqa: E402
 from tests.harness.compare import WITH_TORCH  # noqa: E402
 from tests.harness.lanes import covering  # noqa: E402
 
@@ -150,7 +150,7 @@ def case_transport(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     if chosen is not None:
         os.environ["FULLSHARD_TRANSPORT"] = chosen
-    with pretended_hosts("aabb" if chosen == "hosts" else ""):
+    with pretended_hosts(HOSTS if chosen == "hosts" else ""):
         yield
 
 

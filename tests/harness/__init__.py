@@ -41,6 +41,8 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 #: The simulated accelerators, which a test names in place of a transport: see `tests.simulated`.
 SIMULATED = ("checked", "late")
+#: The hosts on which ranks pretend to be, by rank, with the transport ``hosts``.
+HOSTS = "aabb"
 #: Runs a test in the quick lane too with all its cases, world sizes and real transports.
 everywhere = pytest.mark.everywhere
 
@@ -72,14 +74,5 @@ def pretended_hosts(hosts: str) -> Iterator[None]:
         yield
 
 
-__all__ = [
-    "SIMULATED",
-    "Outcome",
-    "RankPool",
-    "World",
-    "everywhere",
-    "failure_report",
-    "fake_world",
-    "pretended_hosts",
-    "ranks",
-]
+__all__ = ["HOSTS", "SIMULATED", "Outcome", "RankPool", "World", "everywhere", "failure_report", "fake_world"]
+__all__ += ["pretended_hosts", "ranks"]

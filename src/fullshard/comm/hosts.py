@@ -17,6 +17,7 @@ are those of :mod:`fullshard.comm.point_to_point`, with a wire or without; :mod:
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -238,6 +239,10 @@ class HostsReduceRoute(SharedReduceRoute):
         self._kept = [piece for piece in every if piece.is_kept]  # all ranks read these, so that no sum may lie there
         self._sums: list[torch.Tensor] = []  # of these
 
+    def _divisor(self, divisor: float) -> float:
+        """By what sums are divided before hosts exchange them: fp16 could overflow. A power of two loses nothing."""
+        return 2.0 ** math.ceil(math.log2(abs(divisor))) if torch.float16 in self.dtypes else 1.0
+
     def _pieces(self, plan: BufferPlan, section: int) -> Sequence[Piece]:
         every = chain.from_iterable(plan.pieces(owner, section) for owner in self._owners)
         return [piece for piece in every if not piece.is_kept]
@@ -246,19 +251,20 @@ class HostsReduceRoute(SharedReduceRoute):
         return piece.in_place
 
     def add_up(self, slots: tuple[Segment | None, ...], reading: PendingSharedReduction) -> None:
+        divisor = self._divisor(reading.divisor)
         for total in self.bind(slots)[0]:
-            total.write(self.fulls, 1.0)
+            total.write(self.fulls, divisor)
         self._sums = []
         for piece in self._kept:
             terms = [piece.of_full(each) for each in self._in_slots(piece.section, slots)]
             dtype = SUM_DTYPES[terms[0].dtype]
-            self._sums.append(sum((term.to(dtype) for term in terms[1:]), terms[0].to(dtype)))
+            self._sums.append(sum((term.to(dtype) for term in terms[1:]), terms[0].to(dtype)) / divisor)
 
     def exchange(self, reading: PendingSharedReduction) -> Pending:
         if self._kept:
             self.transport.local_ranks.wait(self.transport.done, reading.number, "a reduction", self.tag)
             foreach_copy([piece.of_full(self.fulls[piece.section]) for piece in self._kept], self._sums)
-        return self._between.start(reading.shards, Reduction(reading.divisor))
+        return self._between.start(reading.shards, Reduction(reading.divisor / self._divisor(reading.divisor)))
 
 
 class HostsSumRoute(HostsReduceRoute):
