@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.collective import CollectiveTransport
+from fullshard.comm.hosts import HostsTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.select import select_transport
 from fullshard.comm.shm import ShmTransport
@@ -44,15 +45,17 @@ def test_ranks_of_a_host_share_memory_in_each_process_group(world: World) -> Non
 
 
 @ranks(3, fresh=True)
-def test_ranks_of_several_hosts_exchange_messages(world: World) -> None:
+def test_ranks_of_several_hosts_share_the_memory_of_each(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fullshard.comm.local_ranks.host_id", lambda: f"host {dist.get_rank() // 2}")
-        assert isinstance(select_transport(group(), CPU), PointToPointTransport)
+        assert isinstance(select_transport(group(), CPU), HostsTransport)
         patch.setenv("FULLSHARD_TRANSPORT", "shm")
-        with pytest.raises(
-            ValueError, match="cannot be used for this process group: rank 2 runs on a different host than rank 0"
-        ):
+        with pytest.raises(ValueError, match="cannot be used for this process group: its ranks run on 2 hosts"):
             select_transport(group(), CPU)
+        patch.setattr("fullshard.comm.local_ranks.host_id", lambda: f"host {dist.get_rank()}")
+        patch.setattr("fullshard.comm.hosts.host_id", lambda: "another key")
+        patch.delenv("FULLSHARD_TRANSPORT")
+        assert isinstance(select_transport(group(), CPU), PointToPointTransport), "each is alone on its host"
 
 
 @ranks(2, fresh=True)
@@ -205,7 +208,7 @@ def test_a_level_for_the_logger_silences_the_line(world: World) -> None:
 def test_an_unknown_transport_is_refused_with_the_known_ones(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_TRANSPORT", "pigeon")
-        with pytest.raises(ValueError, match="'pigeon' is not a transport: use one of shm, p2p, collective"):
+        with pytest.raises(ValueError, match="'pigeon' is not a transport: use one of shm, hosts, p2p, collective"):
             select_transport(group(), CPU)
 
 

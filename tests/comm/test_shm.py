@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.buffer.shared_memory import Segment
+from fullshard.comm.hosts import shared_transport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.shm import ShmTransport
 from fullshard.comm.transport import Reduction, StillRead, Transfer
@@ -25,7 +26,7 @@ OTHER = Case("even", (Section(torch.float32, ODD),))
 
 
 def make() -> ShmTransport:
-    made = ShmTransport.among(dist.group.WORLD, PointToPointTransport())
+    made = shared_transport(dist.group.WORLD, PointToPointTransport())
     assert isinstance(made, ShmTransport), made
     return made
 
@@ -243,9 +244,9 @@ def test_too_little_memory_for_a_slot_says_what_to_do(world: World) -> None:
 def test_it_goes_with_its_process_group(world: World) -> None:
     before = mappings(), open_files()
     pair = dist.new_group()
-    transport = ShmTransport.among(pair, PointToPointTransport())
+    transport = shared_transport(pair, PointToPointTransport())
     assert isinstance(transport, ShmTransport)
-    assert ShmTransport.among(pair, PointToPointTransport()) is transport
+    assert shared_transport(pair, PointToPointTransport()) is transport
     memory = transport.allocate(4096, torch.device("cpu"))
     memory.fill_(1)
     assert mappings() > before[0]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fullshard.buffer.messages import pieces_alone
 from fullshard.comm.collective import CollectiveTransport
+from fullshard.comm.hosts import shared_transport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.shm import ShmTransport
 from fullshard.comm.transport import Reduction, Transfer, Transport, alias
@@ -38,7 +39,7 @@ from tests.comm.cases import (
     reduce,
     transfers_of,
 )
-from tests.harness import World, ranks
+from tests.harness import HOSTS, World, pretended_hosts, ranks
 from tests.harness.slow import some
 
 TRANSPORTS = {
@@ -65,13 +66,14 @@ each_transport = pytest.mark.parametrize("transport_name", TRANSPORTS)
 #: Of tests of what no size and no number of rounds changes.
 some_transports = pytest.mark.parametrize("transport_name", some([*TRANSPORTS, "shm"], ("p2p", "collective", "shm")))
 #: The ranks of a host gather as messages what does not lie in memory that they share.
-each_reducing_transport = pytest.mark.parametrize("transport_name", [*TRANSPORTS, "shm"])
+each_reducing_transport = pytest.mark.parametrize("transport_name", [*TRANSPORTS, "shm", "hosts"])
 each_layout = pytest.mark.parametrize("layout", ["even", "flat", "ragged"])
 
 
 def make(transport_name: str, process_group: dist.ProcessGroup | None = None) -> Transport:
-    if transport_name == "shm":
-        shared = ShmTransport.among(process_group or group(), PointToPointTransport())
+    if transport_name in ("shm", "hosts"):
+        with pretended_hosts(HOSTS if transport_name == "hosts" else ""):
+            shared = shared_transport(process_group or group(), PointToPointTransport(), transport_name)
         assert isinstance(shared, ShmTransport), shared
         return shared
     return TRANSPORTS[transport_name]()
@@ -106,7 +108,7 @@ def check_reduction(
     complete(reduce(transport, transfers, group(), 1, reduction))
     is_low = any(section.dtype.itemsize < 4 for section in case.sections)
     assert all(transfer.shard.dtype == (shard_dtype or transfer.full.dtype) for transfer in transfers)
-    exactly_added = transport_name != "collective" or not is_low
+    exactly_added = transport_name not in ("collective", "hosts") or not is_low  # a host's sum is rounded
     assert_reduced(case, transfers, world.rank, reduction.divisor, exactly_added=exactly_added)
 
 

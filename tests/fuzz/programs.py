@@ -175,6 +175,8 @@ class _Generator:
                     layers[at] = replace(layer, pack="hidden weight")
             model = replace(model, layers=tuple(layers))
         actions = tuple(self.between_passes(action, later, wraps) for action in actions)
+        if transport in ("shm", "p2p") and world > 1 and random.Random(f"hosts of {self.seed}").random() < 0.3:
+            transport = "hosts"
         return Program(self.seed, world, transport, model, sharding, optimizer, actions)
 
     def between_passes(self, action: do.Action, later: random.Random, wraps: bool) -> do.Action:

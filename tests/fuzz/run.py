@@ -27,7 +27,7 @@ from tests.fuzz.programs import Program
 from tests.fuzz.reference import Reference
 from tests.fuzz.sharding import dtype_of, mesh_of, plain_name, shard
 from tests.fuzz.steps import BY_BLOCKS, OPTIMIZERS, Batch, make_batch, round_gradient
-from tests.harness import World
+from tests.harness import HOSTS, World, pretended_hosts
 from tests.harness.faults import Fault
 
 _MOST_NOTES = 12
@@ -48,7 +48,8 @@ def surroundings(program: Program) -> Iterator[None]:
     plan.LEAST_ZERO_COPY = 8 if program.seed % 2 else least  # models are small: nothing would be
     plan._make_plan.cache_clear()
     try:
-        with patch.object(torch, "compile", lambda function, **_: function):
+        hosts = HOSTS if program.transport == "hosts" else ""
+        with patch.object(torch, "compile", lambda function, **_: function), pretended_hosts(hosts):
             yield
     finally:
         plan.LEAST_ZERO_COPY = least

@@ -140,7 +140,7 @@ class EncodedRoute(PieceRoute):
         #: What a gather takes from this rank's own shard.
         pieces = [piece for i, plan in enumerate(plans) for piece in plan.pieces(self.rank, i)] if self.gathers else []
         exact = [piece for piece, _ in self.messages[self.rank].exact]
-        self.own = [piece for piece in pieces if piece.is_kept or piece in exact]
+        self.own = [each for each in pieces if (self.writes_kept and each.is_kept) or each in exact]
         nbytes = [message.nbytes for message in self.messages]
         self.sent = sum(nbytes[self.rank if self.gathers else peer] for peer in self.receivers)
         #: Bytes of the messages received and of those sent, by rank. A gather sends what it has received of itself.

@@ -64,7 +64,7 @@ def peers_of(hosts: Sequence[Sequence[int]], rank: int) -> Peers:
     fetched = [[each for i, each in enumerate(host) if i % len(here) == here.index(rank)] for host in away]
     targets = [host[here.index(rank) % len(host)] for host in away]
     most = max(sum(-(-len(b) // len(a)) for b in hosts if b is not a) for a in hosts)
-    return Peers([*chain(*fetched)], targets, max(1, most))
+    return Peers([*chain(*fetched)], targets, max(1, most), here.index(rank) == 0)
 
 
 class HostsTransport(ShmTransport):

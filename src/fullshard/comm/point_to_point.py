@@ -216,6 +216,7 @@ class _MessageRoute(PieceRoute):
         #: The rank whose large pieces come where they are added up, before any other's but this rank's own; -1: none.
         self.first = -1 if self.gathers or self.scratch else min(self.senders, default=-1)
         own = [piece for i, plan in enumerate(plans) for piece in plan.pieces(self.rank, i) if self.gathers]
+        own = [piece for piece in own if self.writes_kept or not piece.is_kept]
         with torch.inference_mode(False):  # what this rank has, into its own full buffers
             self._own: Copies = list(map(self._full, own)), list(map(self._source, own))
         itemsizes = tuple(dtype.itemsize for dtype in self.dtypes)

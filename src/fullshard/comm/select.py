@@ -52,7 +52,7 @@ def select_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
     if os.environ.get("FULLSHARD_TRANSPORT"):
         line += ". Unset it for the default"
     elif size > 1 and name != CollectiveTransport.name:
-        line += f". FULLSHARD_TRANSPORT={' or '.join(each for each in NAMES[1:] if each != name)} chooses another"
+        line += f". FULLSHARD_TRANSPORT={' or '.join(each for each in NAMES[2:] if each != name)} chooses another"
     _told.add(process_group)
     # The job's first rank shows its first line even if logging is not configured, unless our logger has a level.
     is_quiet = _log.level != logging.NOTSET or _log.hasHandlers() or dist.get_backend() == "fake"

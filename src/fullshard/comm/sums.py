@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fullshard.buffer.messages import zero_copy_in
 from fullshard.buffer.plan import Piece
 from fullshard.buffer.slots import Lease
-from fullshard.comm.transport import Request, alias
+from fullshard.comm.transport import Peers, Request, alias
 from fullshard.torch_private import premultiplied_sum
 
 BLOCK = 2**17  # elements that are added up at a time: what is added and its sum fit in a cache
@@ -69,7 +69,7 @@ class PieceRoute:
         direction, transfers, group, *_, peers = request
         self.gathers, self.rank, self.size = direction == "gather", group.rank(), group.size()
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        sources, targets, self.most_peers = peers or (others, others, len(others))
+        sources, targets, self.most_peers, self.writes_kept = peers or Peers(others, others, len(others))
         #: From and to which ranks messages go.
         self.senders, self.receivers = (sources, targets) if self.gathers else (targets, sources)
         self.plans = plans = [transfer.plan for transfer in transfers]

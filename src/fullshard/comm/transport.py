@@ -99,6 +99,7 @@ class Peers(NamedTuple):
     sources: Sequence[int]  # whose shards this rank gathers, and for which it has values to reduce
     targets: Sequence[int]  # that gather this rank's shard, and have values for it
     most: int  # sources of any rank
+    writes_kept: bool = True  # whether it writes, for all ranks of its host, what each rank has whole
 
 
 class Request(NamedTuple):

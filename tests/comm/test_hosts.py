@@ -1,0 +1,166 @@
+"""The transport of several hosts with several ranks each, which the ranks of these tests pretend to be on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+from fullshard import MixedPrecisionPolicy, WirePolicy, fully_shard
+from fullshard.comm.hosts import HostsTransport, peers_of, shared_transport
+from fullshard.comm.point_to_point import PointToPointTransport
+from fullshard.comm.transport import Transfer
+from fullshard.comm.waits import PeerFailureError
+from tests.comm.cases import EQUAL, WIDE, Case, Section, assert_gathered, fill_shards, group, transfers_of
+from tests.fully_shard.cases import groups_of
+from tests.harness import World, pretended_hosts, ranks
+
+CASE = Case("even", (Section(torch.float32, (*EQUAL, *WIDE)), Section(torch.bfloat16, EQUAL)))
+SHAPES = [
+    ((0, 1), (2, 3)),
+    ((0, 2), (1, 3)),
+    ((0, 1, 2), (3,)),
+    ((0,), (1, 2), (3, 4, 5)),
+    ((1, 4, 2), (0, 3, 5, 6, 7)),
+]
+
+
+def make(hosts: str) -> HostsTransport:
+    with pretended_hosts(hosts):
+        made = shared_transport(dist.group.WORLD, PointToPointTransport(), "hosts")
+    assert isinstance(made, HostsTransport), made
+    return made
+
+
+@contextmanager
+def on_hosts(hosts: str) -> Iterator[None]:
+    """A context in which ranks are on these hosts, and choose their transport by that."""
+    before = os.environ.pop("FULLSHARD_TRANSPORT", None)
+    try:
+        with pretended_hosts(hosts):
+            yield
+    finally:
+        if before is not None:
+            os.environ["FULLSHARD_TRANSPORT"] = before
+
+
+@pytest.mark.parametrize("hosts", SHAPES, ids=str)
+def test_each_shard_goes_once_to_every_other_host(hosts: Sequence[Sequence[int]]) -> None:
+    every = {rank: peers_of(hosts, rank) for host in hosts for rank in host}
+    for rank, peers in every.items():
+        assert all(rank in every[source].targets for source in peers.sources), "both sides know of a message"
+        assert all(rank in every[target].sources for target in peers.targets)
+        assert peers.most == max(len(each.sources) for each in every.values())
+    for host in hosts:
+        fetched = [source for rank in host for source in every[rank].sources]
+        assert sorted(fetched) == sorted(rank for other in hosts if other is not host for rank in other)
+
+
+def in_slot(transport: HostsTransport) -> tuple[Any, list[Transfer]]:
+    """A buffer in a slot of the host, and transfers to it."""
+    transfers = transfers_of(CASE, dist.get_world_size())
+    starts, end = [], 0
+    for each in transfers:
+        starts.append(end)
+        end += -(-each.full.nbytes // 64) * 64
+    buffer = transport.pool("parameters", torch.device("cpu")).buffer(end)
+    buffer.take()
+    pairs = zip(transfers, starts, strict=True)
+    return buffer, [
+        each._replace(full=buffer.memory[at : at + each.full.nbytes].view(each.full.dtype)) for each, at in pairs
+    ]
+
+
+@ranks(3, 4)
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "abbb", "aaaa"])
+def test_a_gather_fills_the_slot_that_a_host_shares(world: World, hosts: str) -> None:
+    transport = make(hosts)
+    buffer, transfers = in_slot(transport)
+    fill_shards(CASE, transfers, world.rank)
+    for _ in range(3):
+        transport.gather_route(transfers, group(), 3).start().finish()
+        assert_gathered(CASE, transfers, world.rank)
+        transfers[0].full.fill_(-1.0)  # nobody else sees it
+        dist.barrier()
+        assert (transfers[0].full == -1).all()
+        buffer.give_back()
+        buffer.take()
+
+
+@ranks(3)
+def test_other_memory_or_another_group_is_named(world: World) -> None:
+    transport = make("aab")
+    buffer, transfers = in_slot(transport)
+    fill_shards(CASE, transfers, world.rank)
+    route = transport.gather_route(transfers, group(), 3 if world.rank != 1 else 4)
+    pending = route.start()
+    if world.rank == 2:
+        return
+    with pytest.raises(
+        (RuntimeError, PeerFailureError), match=r"gathers the group with tag [34] where rank [01] of the"
+    ):
+        transport.compare(transport.begun.value, 1)
+    del pending, buffer
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(48, 64), nn.Linear(64, 48)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(self.up(x).relu())
+
+
+def build() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(Net(), Net(), nn.Linear(48, 5))
+
+
+def train(world: World, model: Any, steps: int = 4, *, alone: bool = False) -> list[torch.Tensor]:
+    """The parameters after some steps, with this rank's part of the batch or with all of it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        batch = torch.randn(world.size, 6, 48, generator=torch.Generator().manual_seed(step))
+        loss = model(batch.view(-1, 48) if alone else batch[world.rank]).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.full_tensor().detach() if not alone else param.detach() for param in model.parameters()]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "stage 3": {},
+    "stage 2": {"zero_stage": 2},
+    "stage 1": {"zero_stage": 1},
+    "stage 0": {"zero_stage": 0},
+    "int8": {"wire_policy": WirePolicy("int8", "int8", min_numel=1)},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "offloaded": {"offload_policy": fullshard.CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+@ranks(3, 4, timeout=120)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("hosts", ["aabb", "abab"])
+def test_hosts_train_as_one_rank_alone(world: World, way: str, hosts: str) -> None:
+    plain, model = build(), build()
+    with on_hosts(hosts):
+        for module in (model[0], model[1], model):
+            fully_shard(module, **WAYS[way])
+        assert {group.transport.name for group in groups_of(model)} == {"hosts"}
+        found = train(world, model)
+    rtol = {"int8": 0.05, "bf16": 0.05}.get(way, 1e-5)
+    for one, other in zip(found, train(world, plain, alone=True), strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=rtol)
+    sums = [torch.zeros(()) for _ in range(world.size)]
+    dist.all_gather(sums, sum(map(torch.Tensor.sum, found), torch.zeros(())))
+    assert len({float(each) for each in sums}) == 1, "all ranks have the same bits"
