@@ -18,18 +18,13 @@ from fullshard.comm.hosts import HostsTransport, peers_of, shared_transport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.transport import Transfer
 from fullshard.comm.waits import PeerFailureError
-from tests.comm.cases import EQUAL, WIDE, Case, Section, assert_gathered, fill_shards, group, transfers_of
+from tests.comm.cases import Case, Section, assert_gathered, fill_shards, group, transfers_of
 from tests.fully_shard.cases import groups_of
 from tests.harness import World, pretended_hosts, ranks
 
-CASE = Case("even", (Section(torch.float32, (*EQUAL, *WIDE)), Section(torch.bfloat16, EQUAL)))
-SHAPES = [
-    ((0, 1), (2, 3)),
-    ((0, 2), (1, 3)),
-    ((0, 1, 2), (3,)),
-    ((0,), (1, 2), (3, 4, 5)),
-    ((1, 4, 2), (0, 3, 5, 6, 7)),
-]
+SHAPES = ((8, 3), 0), ((5,), 0), ((6, 5), 1), ((1024, 512), 0)
+CASE = Case("even", (Section(torch.float32, SHAPES), Section(torch.bfloat16, SHAPES)))
+HOSTS = [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2), (3,)), ((0,), (1, 2), (3, 4, 5)), ((1, 4), (0, 2, 3))]
 
 
 def make(hosts: str) -> HostsTransport:
@@ -51,7 +46,7 @@ def on_hosts(hosts: str) -> Iterator[None]:
             os.environ["FULLSHARD_TRANSPORT"] = before
 
 
-@pytest.mark.parametrize("hosts", SHAPES, ids=str)
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
 def test_each_shard_goes_once_to_every_other_host(hosts: Sequence[Sequence[int]]) -> None:
     every = {rank: peers_of(hosts, rank) for host in hosts for rank in host}
     for rank, peers in every.items():
@@ -79,7 +74,7 @@ def in_slot(transport: HostsTransport) -> tuple[Any, list[Transfer]]:
 
 
 @ranks(3, 4)
-@pytest.mark.parametrize("hosts", ["aabb", "abab", "abbb", "aaaa"])
+@pytest.mark.parametrize("hosts", ["aabb", "cdcd", "efff", "gggg"])
 def test_a_gather_fills_the_slot_that_a_host_shares(world: World, hosts: str) -> None:
     transport = make(hosts)
     buffer, transfers = in_slot(transport)
@@ -96,16 +91,14 @@ def test_a_gather_fills_the_slot_that_a_host_shares(world: World, hosts: str) ->
 
 @ranks(3)
 def test_other_memory_or_another_group_is_named(world: World) -> None:
-    transport = make("aab")
+    transport = make("iij")
     buffer, transfers = in_slot(transport)
     fill_shards(CASE, transfers, world.rank)
     route = transport.gather_route(transfers, group(), 3 if world.rank != 1 else 4)
     pending = route.start()
     if world.rank == 2:
         return
-    with pytest.raises(
-        (RuntimeError, PeerFailureError), match=r"gathers the group with tag [34] where rank [01] of the"
-    ):
+    with pytest.raises((RuntimeError, PeerFailureError), match=r"gathers the group with tag [34] where rank [01] of"):
         transport.compare(transport.begun.value, 1)
     del pending, buffer
 
@@ -150,7 +143,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @ranks(3, 4, timeout=120)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("hosts", ["aabb", "abab"])
+@pytest.mark.parametrize("hosts", ["aabb", "cdcd"])
 def test_hosts_train_as_one_rank_alone(world: World, way: str, hosts: str) -> None:
     plain, model = build(), build()
     with on_hosts(hosts):
