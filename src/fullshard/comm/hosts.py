@@ -33,18 +33,9 @@ from fullshard.buffer.shared_memory import LINE, PRIVATE, ROUND, Address, Counte
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.local_ranks import LocalRanks, find_local_ranks
 from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.shm import PendingSharedReduction, SharedReduceRoute, ShmTransport
+from fullshard.comm.shm import PendingSharedReduction, SharedReduceRoute, ShmTransport, shifts_of
 from fullshard.comm.sums import SUM_DTYPES
-from fullshard.comm.transport import (
-    PLAIN_SUM,
-    Peers,
-    Reduction,
-    Request,
-    Route,
-    Shards,
-    SharedMemory,
-    Transfer,
-)
+from fullshard.comm.transport import PLAIN_SUM, Peers, Reduction, Request, Route, Shards, Transfer
 from fullshard.comm.waits import named
 from fullshard.device import Pending, Started
 from fullshard.platforms import host_id
@@ -94,12 +85,6 @@ class HostsTransport(ShmTransport):
         if kind != "parameters":
             return super().pool(kind, device)
         return HostSlotPool(device, self._share, self.host_slots, self.local_ranks.rank, self.local_ranks.size)
-
-    def reserve_shared(self, nbytes: int) -> SharedMemory | None:
-        return None
-
-    def map_shared(self, memory: SharedMemory | None) -> bool:
-        return False
 
     def _route(self, request: Request) -> Route:
         if request.direction == "gather":
@@ -273,19 +258,14 @@ class HostsSumRoute(HostsReduceRoute):
     def __init__(self, transport: HostsTransport, request: Request) -> None:
         given, size = request.transfers, request.process_group.size()
         plans = [plan.over(size) for plan, _, _ in given]
-        #: How far each parameter lies behind its place in the full buffer when it lies in the shard.
-        every = [zip(plan.cuts, plan.full_offsets, strict=True) for plan, _, _ in given]
-        shifts = [[cut.share(0).place - full for cut, full in both] for both in every]
-        placed = [_placed(*both) for both in zip(plans, shifts, strict=True)]
+        placed = [_placed(*both) for both in zip(plans, shifts_of(given), strict=True)]
         super().__init__(transport, _over(request, placed, [shard for _, _, shard in given]))
         in_slots = [_placed(plan, [0] * len(plan.cuts)) for plan in plans]
         fulls = [full for _, full, _ in given]
         self._spread = transport.between(_over(request, in_slots, fulls)._replace(direction="gather"))
         self.over, self.sent = transport.read, self.sent + self._spread.sent
 
-    def start(
-        self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
-    ) -> PendingSharedReduction:
+    def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
         apart = list(zip(self.plans, self.fulls, strict=True))[len(self.plans) - len(zero_copy) :]
         if apart:
             places = [full[(at := plan.full_offsets[0]) : at + plan.params[0].numel] for plan, full in apart]

@@ -94,7 +94,6 @@ class _Works(list[Any]):
     """The works of an exchange. Two that have none are not the same."""
 
     __eq__ = object.__eq__
-    __hash__ = None  # type: ignore[assignment]
 
 
 #: Messages on their way. An error may end a step before they are waited for; but gloo reads nothing more from a rank

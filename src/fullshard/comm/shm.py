@@ -310,9 +310,7 @@ class SharedSumRoute(SharedReduceRoute):
         size = request.process_group.size()
         over = [transfer._replace(plan=transfer.plan.over(size)) for transfer in request.transfers]
         super().__init__(transport, request._replace(transfers=over))
-        #: How far each parameter lies behind its place in the full buffer when it lies in the shard.
-        every = [zip(plan.cuts, plan.full_offsets, strict=True) for plan, _, _ in request.transfers]
-        self._shifts = [[cut.share(0).place - full for cut, full in both] for both in every]
+        self._shifts = shifts_of(request.transfers)
 
     def start(
         self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
@@ -357,3 +355,9 @@ class SharedSumRoute(SharedReduceRoute):
     def _summed_by_others(self, slots: tuple[Segment | None, ...]) -> list[tuple[Piece, torch.Tensor]]:
         fulls, others = [self._in_slots(i, slots) for i in range(len(self.plans))], self._pieces_of_others(0)
         return [(self._in_shard(piece), piece.of_full(fulls[piece.section][rank])) for rank, piece in others]
+
+
+def shifts_of(transfers: Iterable[Transfer]) -> list[list[int]]:
+    """How far each parameter lies behind its place in the full buffer when it lies in the shard of a single rank."""
+    every = (zip(plan.cuts, plan.full_offsets, strict=True) for plan, _, _ in transfers)
+    return [[cut.share(0).place - full for cut, full in both] for both in every]
