@@ -619,8 +619,8 @@ MUTATIONS = (
     # memory that the ranks of a host share
     Mutation(
         "comm/shm.py",
-        "self.done.set(reading.number)\n\n",
-        "\n",
+        "self.done.set(reading.number)\n            if",
+        "if",
         "tests/comm/test_shm.py::test_a_slot_may_be_written_once_the_slowest_rank_has_read_it",
     ),
     Mutation(

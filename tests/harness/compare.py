@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import fullshard
 from fullshard.testing import World
-from tests.harness import HOSTS
 
 TOLERANCE = 1e-6
 OURS = {"fullshard": fullshard}
@@ -212,11 +211,9 @@ def train_unsharded(training: Training, rank: int, size: int) -> list[Step]:
         name: precision.reduce_dtype or precision.param_dtype or parameter.dtype
         for name, parameter in model.named_parameters()
     }
-    is_by_host = os.environ.get("FULLSHARD_TRANSPORT") == "hosts"  # what the ranks of a host add up is rounded
     for step in range(training.steps):
         losses: list[Tensor] = []
         sums: dict[str, Tensor] = {}
-        of_host: dict[str, Tensor] = {}
         worker = _Worker(model, training.precision)
         for other in range(size):
             of_rank: dict[str, Tensor] = {}
@@ -226,10 +223,7 @@ def train_unsharded(training: Training, rank: int, size: int) -> list[Step]:
                 optimizer.scaler.scale(loss).backward()
                 losses += [loss.detach()] if other == rank else []
                 _add(of_rank, worker.gradients())
-            _add(of_host, {name: gradient.to(reduce_dtype[name]) for name, gradient in of_rank.items()})
-            if other + 1 == size or not is_by_host or HOSTS[other] != HOSTS[other + 1]:  # the last one of its host
-                _add(sums, {name: gradient.to(reduce_dtype[name]) for name, gradient in of_host.items()})
-                of_host = {}
+            _add(sums, {name: gradient.to(reduce_dtype[name]) for name, gradient in of_rank.items()})
         for name, parameter in model.named_parameters():
             unused = 0 * parameter if zero(name) and parameter.requires_grad else None
             if (total := sums.get(name, unused)) is None:

@@ -95,7 +95,7 @@ def test_bf16_parameters_reduced_in_fp32(world: World, strategy: str, original: 
     compare(world, training(shard, precision=precision, optimizer=adamw))
 
 
-@ranks(2, 3)
+@ranks(2)
 @EACH_STRATEGY
 @ORIGINAL
 def test_parameters_of_several_dtypes(world: World, strategy: str, original: bool) -> None:
