@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
+from fullshard.comm import local_ranks
 from fullshard.optim import LocalSteps
+from tests.harness import HOSTS
 from tests.simulated import simulated
 
 #: What may go wrong on one rank.
@@ -92,6 +94,8 @@ def random_case(seed: int) -> Case:
         choose.random() < 0.25,
         choose.random() < 0.3,
     )
+    if case.transport in ("shm", "p2p") and random.Random(f"hosts of {seed}").random() < 0.3:
+        case = replace(case, transport="hosts")
     # On a device, ranks that part are told one pass later.
     if case.transport == "collective" and case.front_end != "local" and case.fault not in DIFFERENT:
         case = replace(case, on_device=random.Random(f"device of {seed}").random() < 0.4)
@@ -244,6 +248,8 @@ def run_rank(case: Case, rank: int, port: int, folder: str) -> None:
     os.environ["FULLSHARD_HANG_TIMEOUT"] = "8"
     os.environ["FULLSHARD_WAIT_WARNING"] = "2"
     os.environ["FULLSHARD_TRANSPORT"] = case.transport
+    if case.transport == "hosts":  # those who share memory; the watch sees that all are on one host
+        local_ranks.host_id = lambda: HOSTS[rank]
     losses: list[float] = []
     error, at = "", 0.0
     try:
