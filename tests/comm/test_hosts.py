@@ -98,8 +98,8 @@ def test_other_memory_or_another_group_is_named(world: World) -> None:
     pending = route.start()
     if world.rank == 2:
         return
-    with pytest.raises((RuntimeError, PeerFailureError), match=r"gathers the group with tag [34] where rank [01] of"):
-        transport.compare(transport.begun.value, 1)
+    with pytest.raises((RuntimeError, PeerFailureError), match=r"gathers the group with tag [34] where"):
+        transport.compare(transport.begun.value)
     del pending, buffer
 
 

@@ -42,7 +42,8 @@ _WITH_STORE = (
     r"\(the store in which ranks report their end has gone"
 )
 _DIFFER = (
-    r"rank \d+ has .* where (rank \d+ has|it had) |rank \d+ (reduces|gathers) .* where rank \d+ (reduces|gathers)"
+    r"rank \d+ has .* where (rank \d+ has|it had) "
+    r"|rank \d+ (reduces|gathers|waits for) .* where rank \d+ (reduces|gathers|waits for)"
     r"|one of them has left out a (micro-batch or a step|forward or a backward)"
 )
 #: The same in the last step, where a rank may be through before.

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -41,10 +42,12 @@ from fullshard.device import Pending, Started
 from fullshard.platforms import host_id
 from fullshard.torch_private import CAN_SWAP_MEMORY, foreach_copy
 
-_AHEAD = 64  # gathers and new slots that a rank may be ahead of the slowest one of its host
-#: Integers that say what a rank does: its number, the tag of a group, a slot; or the address of a new one.
+_AHEAD = 64  # events that a rank may be ahead of the slowest one of its host
+#: Integers that say what a rank does: the number of the event, its kind, the tag of a group or -1, and a slot or the
+#: bytes of a new one, whose address follows.
 _EVENT = 8
-_NEW_SLOT = -1  # in place of a tag
+_KINDS = "makes a slot", "gathers", "waits for"
+_NEW_SLOT, _GATHER, _WAIT = range(3)
 
 
 def peers_of(hosts: Sequence[Sequence[int]], rank: int) -> Peers:
@@ -102,57 +105,48 @@ class HostsTransport(ShmTransport):
         """The route of messages to and from the peers of this rank."""
         return self.private._route(request._replace(peers=self.peers))
 
-    def begin(self, tag: int, *what: int) -> int:
+    def begin(self, kind: int, tag: int, *what: int) -> int:
         """Tell the other ranks of this host what this one begins; returns its number."""
         number = self.begun.value + 1
         self.local_ranks.wait(self.begun, number - _AHEAD, "a gather, to be begun by the slowest rank")
         at = number % _AHEAD * _EVENT
-        self.events[self.local_ranks.rank][at : at + 2 + len(what)] = [number, tag, *what]
+        self.events[self.local_ranks.rank][at : at + 3 + len(what)] = [number, kind, tag, *what]
         self.begun.set(number)
         return number
 
-    def compare(self, number: int, count: int) -> Sequence[int]:
-        """Wait until the others have begun the same, of which ``count`` numbers must be equal; returns what the first
-        rank has said. Raises RuntimeError if a rank does something else."""
-        at = number % _AHEAD * _EVENT
-        mine = self.events[self.local_ranks.rank][at : at + 2 + count]
-        self.local_ranks.wait(self.begun, number, "a gather, to be begun", mine[1])
+    def compare(self, number: int) -> Sequence[int]:
+        """Wait until the others have begun the same; returns what the first rank has said beside it. Raises
+        RuntimeError if a rank does something else."""
+        at, here, ranks = number % _AHEAD * _EVENT, self.local_ranks.rank, self.local_ranks.global_ranks
+        mine = self.events[here][at : at + 4]
+        self.local_ranks.wait(self.begun, number, "a gather, to be begun", mine[2])
         for rank, events in enumerate(self.events):
-            theirs = events[at : at + 2 + count]
+            theirs = events[at : at + 4]
             is_over = theirs[0] > number and theirs[0] // ROUND == number // ROUND  # all have begun it, if so
             if theirs != mine and not is_over:
-                here, there = dist.get_rank(), self.local_ranks.global_ranks[rank]
-                does = ["makes a slot" if tag == _NEW_SLOT else f"gathers {named(tag)}" for tag in (mine[1], theirs[1])]
-                does[0] += " in other memory" if does[0] == does[1] else ""
+                one, other = (f"{_KINDS[kind]} {named(tag) if tag >= 0 else ''}" for _, kind, tag, _ in (mine, theirs))
                 raise RuntimeError(
-                    f"rank {here} {does[0]} where rank {there} of the same host {does[1]}, or has given up after an "
-                    f"error: all ranks must run the same sharded modules in the same order, free buffers together, "
-                    f"and call reset_iter_state() together after an error"
+                    f"rank {ranks[here]} {one}{' in other memory' * (one == other)} where rank {ranks[rank]} {other} "
+                    f"on the same host, or has given up after an error: all ranks must run the same sharded modules in "
+                    f"the same order, free buffers together, and call reset_iter_state() together after an error"
                 )
-        return self.events[0][at + 2 : at + _EVENT]
+        return self.events[0][at + 4 : at + _EVENT]
 
     def _share(self, nbytes: int) -> tuple[Segment, Segment]:
         """Memory for a slot of this host, which its first rank makes."""
-        made = look = None
+        made = None
+        with suppress(OSError):
+            made = Segment.create(nbytes) if self.local_ranks.rank == 0 else None
+        address = made.address[:3] if made is not None else (0, 0, 0)
+        address = self.compare(self.begin(_NEW_SLOT, -1, nbytes, *address))[:3]
         try:
-            if self.local_ranks.rank == 0:
-                made = Segment.create(nbytes)
-            error: Exception | None = None
-        except OSError as caught:
-            error = caught
-        number = self.begin(_NEW_SLOT, nbytes, *(made.address if made is not None else ()))
-        _, *address = self.compare(number, 1)[:5]
-        try:
-            if address[3] != nbytes:
-                raise error or OSError(f"rank {self.local_ranks.global_ranks[0]} could make none")
-            made = made or Segment.open(Address(*address))
-            look = Segment.open(Address(*address), PRIVATE)
-        except OSError as caught:
+            made = made or Segment.open(Address(*address, nbytes))
+            return made, Segment.open(made.address, PRIVATE)
+        except OSError as error:
             raise RuntimeError(
-                f"no {nbytes} bytes of shared memory for parameters ({caught}): free memory or allow more open files, "
+                f"no {nbytes} bytes of shared memory for parameters ({error}): free memory or allow more open files, "
                 f"or set FULLSHARD_TRANSPORT=p2p"
-            ) from caught
-        return made, look
+            ) from error
 
     def reset(self) -> None:
         super().reset()
@@ -184,7 +178,7 @@ class HostsGatherRoute:
 
     def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
         transport, (slot, route) = self._transport, self._find()
-        number = transport.begin(self.tag, slot.inode)
+        number = transport.begin(_GATHER, self.tag, slot.inode)
         transport.local_ranks.wait(slot.read, slot.read.value, "a gather, for its memory", self.tag)
         return _PendingGather(self._transport, self.tag, slot, number, route.start())
 
@@ -204,7 +198,9 @@ class _PendingGather:
         self.part.finish()
         use = slot.read.value + 1
         slot.filled.set(use)
-        transport.compare(self.number, 1)
+        done = transport.begin(_WAIT, self.tag, slot.inode)
+        transport.compare(self.number)
+        transport.compare(done)
         transport.local_ranks.wait(slot.filled, use, "an all-gather", self.tag)
 
 
