@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullshard.buffer.shared import _USES, SharedBuffer
-from fullshard.buffer.shared_memory import Segment, missing
+from fullshard.buffer.shared import SharedBuffer
+from fullshard.buffer.shared_memory import _USES, Segment, missing
 from fullshard.comm.transport import SharedMemory
 from fullshard.device import PASSED
 

@@ -20,8 +20,6 @@ from fullshard.buffer.shared_memory import LINE, Counters, Segment, page_faults
 from fullshard.buffer.slots import Slot, SlotBuffer, SlotPool
 from fullshard.device import Mark
 
-#: After so many uses the pages are looked at even if no use had a page fault.
-_USES = 64
 #: Makes a segment of so many bytes, and a private mapping of it, for all ranks of a host.
 ShareMemory = Callable[[int], tuple[Segment, Segment]]
 
@@ -34,7 +32,7 @@ class HostSlot(Slot):
         super().__init__(view.tensor(self._start, view.address.nbytes - self._start, torch.uint8))
         self.filled, self.read = (Counters(segment, n * LINE * size, rank, size) for n in range(2))
         self.inode = segment.address.inode  # the same on all ranks
-        self._is_poisoned, self._uses = False, 0
+        self._is_poisoned = False
 
     def writable(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor that begins ``start`` bytes into the slot, whose values all ranks see."""
@@ -47,10 +45,9 @@ class HostSlot(Slot):
 
     def end_use(self, is_poisoned: bool, has_faults: bool) -> None:
         """Throw this rank's writes away, and tell the others that it reads the slot no more."""
-        self._uses += 1
         self._is_poisoned, self._view.pages.own = is_poisoned, ()
-        if not is_poisoned and (has_faults or self._uses % _USES == 0) and self._view.was_written():
-            self._view.discard_writes()
+        if not is_poisoned:
+            self._view.end_use(has_faults)
         self.read.set(self.read.value + 1)
 
 

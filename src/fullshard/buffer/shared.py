@@ -15,10 +15,6 @@ from fullshard.buffer.shared_memory import Segment, page_faults
 from fullshard.buffer.slots import OwnBuffer
 from fullshard.device import PASSED, Mark
 
-#: After so many uses the pages are looked at even if no use had a page fault: a leaf that somebody kept may be written
-#: outside of any use.
-_USES = 64
-
 
 class SharedBuffer(OwnBuffer):
     """A full buffer that ranks share. It begins ``start`` bytes into ``view``, the mapping by which this rank reads the
@@ -28,8 +24,7 @@ class SharedBuffer(OwnBuffer):
 
     def __init__(self, view: Segment, start: int, nbytes: int) -> None:
         super().__init__(view.tensor(start, nbytes, torch.uint8))
-        self._view, self._is_private = view, False
-        self._uses = self._faults = 0
+        self._view, self._is_private, self._faults = view, False, 0
 
     def take(self) -> Mark:
         if not self.in_use:
@@ -45,10 +40,8 @@ class SharedBuffer(OwnBuffer):
         if self._is_private:
             self.be_shared()
             return
-        self._uses += 1
         SharedBuffer._faults_seen = faults = page_faults()
-        if (faults != self._faults or self._uses % _USES == 0) and self._view.was_written():
-            self.discard_writes()
+        self._view.end_use(faults != self._faults)
 
     def discard_writes(self) -> None:
         """Let the views see again what the ranks share."""

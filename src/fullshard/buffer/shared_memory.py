@@ -29,6 +29,9 @@ from fullshard.platforms import after_fork, libc, linux, resource
 
 ROUND = 1 << 32  # numbers between two calls of :meth:`Counters.skip_round`
 LINE = 64  # bytes that counters take for each process: no two share a cache line
+#: After so many uses the pages of a private mapping are looked at even if no use had a page fault: a leaf that somebody
+#: kept may be written outside of any use.
+_USES = 64
 _NAME, _PAGEMAP = "fullshard", "/proc/self/pagemap"
 SHARED, PRIVATE, _OF_PROCESS = 1, 2, 0x22  # of Linux, as all that follows: MAP_SHARED, MAP_PRIVATE, and | MAP_ANONYMOUS
 _ACCESS, _DONTNEED = 3, 4  # PROT_READ | PROT_WRITE, MADV_DONTNEED
@@ -195,7 +198,7 @@ class Segment:
         self._end.atexit = False  # tensors may outlive this module
         pages.memory = weakref.ref(self.memory)
         _mapped[pages.start] = pages
-        self.address = address
+        self.address, self._uses = address, 0
         self.file = file  # of the process that made the segment: others may open it as long as this is there
 
     @classmethod
@@ -242,6 +245,12 @@ class Segment:
         there = (entries >> 62) != 0  # in memory or swapped out
         of_file = (entries >> 61) & 1 != 0
         return bool((there & ~of_file).any())
+
+    def end_use(self, has_faults: bool) -> None:
+        """Discard what this process wrote to a private mapping; it wrote nothing without page faults, in a use."""
+        self._uses += 1
+        if (has_faults or self._uses % _USES == 0) and self.was_written():
+            self.discard_writes()
 
     def discard_writes(self, to: Segment | None = None) -> None:
         """Let go of the pages of this process. ``to`` has them then if it is as large, and the system can move them."""

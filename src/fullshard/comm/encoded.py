@@ -181,7 +181,7 @@ class _EncodedExchange:
             self._sent = [self._received[route.rank]] * route.size
         owners = range(route.size) if route.gathers else [route.rank] * route.size
         parts = [route.messages[each].parts if i in route.senders else [] for i, each in enumerate(owners)]
-        memory = ExchangeMemory(self._sent, self._received, parts, *ends, receivers=route.receivers)
+        memory = ExchangeMemory(self._sent, self._received, parts, ends[0], ends[1], route.receivers)
         self.carrier = route.open_carrier(memory)
 
     def finish(self) -> None:

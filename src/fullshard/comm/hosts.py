@@ -21,7 +21,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -75,9 +75,8 @@ class HostsTransport(ShmTransport):
         self.begun, self.read = (Counters(control, first + n * LINE * size, rank, size) for n in range(2))
         starts = range(first + 2 * LINE * size, control.address.nbytes, 8 * _EVENT * _AHEAD)
         self.events = [control.numbers(start, _EVENT * _AHEAD) for start in starts]
-        counts = sorted({len(host) for host in local_ranks.hosts})
-        each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        self.why = f"they run on {len(local_ranks.hosts)} hosts, on each of which {each} share memory"
+        counts = " and ".join(map(str, sorted({len(host) for host in local_ranks.hosts})))
+        self.why = f"they run on {len(local_ranks.hosts)} hosts, on each of which {counts} share memory"
         self.host_slots: weakref.WeakValueDictionary[int, HostSlot] = weakref.WeakValueDictionary()
 
     @classmethod
@@ -97,9 +96,8 @@ class HostsTransport(ShmTransport):
         return HostsReduceRoute(self, request) if shares else self.private._route(request)
 
     def sum_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route | None:
-        if self.address_of(transfer.full for transfer in transfers) is None:
-            return None
-        return HostsSumRoute(self, Request("reduce", transfers, process_group, tag))
+        shares = self.address_of(transfer.full for transfer in transfers) is not None
+        return HostsSumRoute(self, Request("reduce", transfers, process_group, tag)) if shares else None
 
     def between(self, request: Request) -> Route:
         """The route of messages to and from the peers of this rank."""
@@ -137,10 +135,10 @@ class HostsTransport(ShmTransport):
         made = None
         with suppress(OSError):
             made = Segment.create(nbytes) if self.local_ranks.rank == 0 else None
-        address = made.address[:3] if made is not None else (0, 0, 0)
-        address = self.compare(self.begin(_NEW_SLOT, -1, nbytes, *address))[:3]
+        number = self.begin(_NEW_SLOT, -1, nbytes, *(made.address[:3] if made is not None else (0, 0, 0)))
+        pid, fd, inode, *_ = self.compare(number)
         try:
-            made = made or Segment.open(Address(*address, nbytes))
+            made = made or Segment.open(Address(pid, fd, inode, nbytes))
             return made, Segment.open(made.address, PRIVATE)
         except OSError as error:
             raise RuntimeError(
@@ -180,27 +178,15 @@ class HostsGatherRoute:
         transport, (slot, route) = self._transport, self._find()
         number = transport.begin(_GATHER, self.tag, slot.inode)
         transport.local_ranks.wait(slot.read, slot.read.value, "a gather, for its memory", self.tag)
-        return _PendingGather(self._transport, self.tag, slot, number, route.start())
+        return Started(partial(self._finish, slot, number, route.start()))
 
-
-@dataclass(eq=False, slots=True)
-class _PendingGather:
-    """This rank's part of a gather, which others of its host wait for."""
-
-    transport: HostsTransport
-    tag: int
-    slot: HostSlot
-    number: int
-    part: Pending
-
-    def finish(self) -> None:
-        transport, slot = self.transport, self.slot
-        self.part.finish()
-        use = slot.read.value + 1
+    def _finish(self, slot: HostSlot, number: int, part: Pending) -> None:
+        """Complete this rank's part, and wait for those of the others."""
+        part.finish()
+        transport, use = self._transport, slot.read.value + 1
         slot.filled.set(use)
-        done = transport.begin(_WAIT, self.tag, slot.inode)
-        transport.compare(self.number)
-        transport.compare(done)
+        for event in (number, transport.begin(_WAIT, self.tag, slot.inode)):
+            transport.compare(event)
         transport.local_ranks.wait(slot.filled, use, "an all-gather", self.tag)
 
 
@@ -253,12 +239,12 @@ class HostsSumRoute(HostsReduceRoute):
 
     def __init__(self, transport: HostsTransport, request: Request) -> None:
         given, size = request.transfers, request.process_group.size()
-        plans = [plan.over(size) for plan, _, _ in given]
-        placed = [_placed(*both) for both in zip(plans, shifts_of(given), strict=True)]
-        super().__init__(transport, _over(request, placed, [shard for _, _, shard in given]))
-        in_slots = [_placed(plan, [0] * len(plan.cuts)) for plan in plans]
-        fulls = [full for _, full, _ in given]
-        self._spread = transport.between(_over(request, in_slots, fulls)._replace(direction="gather"))
+        placed, in_slots = list[Transfer](), list[Transfer]()
+        for (plan, full, shard), shifts in zip(given, shifts_of(given), strict=True):
+            placed.append(Transfer(_placed(plan.over(size), shifts), full, shard))
+            in_slots.append(Transfer(_placed(plan.over(size), [0] * len(shifts)), full, full))
+        super().__init__(transport, request._replace(transfers=placed))
+        self._spread = transport.between(request._replace(direction="gather", transfers=in_slots))
         self.over, self.sent = transport.read, self.sent + self._spread.sent
 
     def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
@@ -283,8 +269,7 @@ class HostsSumRoute(HostsReduceRoute):
         here, there = ([piece.of_full(self.fulls[piece.section]) for piece in own], [_in(shards, each) for each in own])
         if own:
             foreach_copy(here, there)
-            if any(one.dtype != other.dtype for one, other in zip(here, there, strict=True)):
-                foreach_copy(there, here)  # rounded, as the others see them
+            foreach_copy(there, here)  # rounded, as the others see them
         self._spread.start().finish()
         transport.summed.set(number)
         transport.local_ranks.wait(transport.summed, number, "a reduction", self.tag)
@@ -301,12 +286,6 @@ class HostsSumRoute(HostsReduceRoute):
                 pieces = [piece for owner in sorted(owners) for piece in plan.pieces(owner, section)]
                 found += [(piece, piece.of_full(fulls[section][at])) for piece in pieces]
         return found
-
-
-def _over(request: Request, plans: Sequence[BufferPlan], shards: Sequence[torch.Tensor]) -> Request:
-    """A request for other plans and shards."""
-    every = zip(plans, request.transfers, shards, strict=True)
-    return request._replace(transfers=[Transfer(plan, full, shard) for plan, (_, full, _), shard in every])
 
 
 def _in(shards: Sequence[torch.Tensor], piece: Piece) -> torch.Tensor:
@@ -352,5 +331,4 @@ def _share(process_group: dist.ProcessGroup, messages: PointToPointTransport, wa
     return kind(local_ranks, control, messages)
 
 
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], ShmTransport | str]]
-_known = weakref.WeakKeyDictionary()
+_known = weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str], ShmTransport | str]]()
