@@ -16,7 +16,7 @@ from fullshard.report.facts import facts_of
 from fullshard.report.meta_step import MetaStep
 from fullshard.report.twins import Twins
 from fullshard.schedule.unit import units_in
-from tests.harness import World, ranks
+from tests.harness import HOSTS, World, pretended_hosts, ranks
 
 
 class Tied(nn.Module):
@@ -39,11 +39,12 @@ def tied() -> nn.Module:
     return fullshard.fully_shard(model)
 
 
-@ranks(2)
-@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
+@ranks(2, 3)
+@pytest.mark.parametrize("transport", ["shm", "hosts", "p2p", "collective"])
 def test_a_step_starts_what_its_twin_started(world: World, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FULLSHARD_TRANSPORT", transport)
-    model: Any = tied()
+    with pretended_hosts(HOSTS if transport == "hosts" else ""):
+        model: Any = tied()
     tokens = torch.arange(8) + world.rank
     for _ in range(2):
         model(tokens).sum().backward()

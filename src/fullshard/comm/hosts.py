@@ -99,10 +99,6 @@ class HostsTransport(ShmTransport):
         shares = self.address_of(transfer.full for transfer in transfers) is not None
         return HostsSumRoute(self, Request("reduce", transfers, process_group, tag)) if shares else None
 
-    def between(self, request: Request) -> Route:
-        """The route of messages to and from the peers of this rank."""
-        return self.private._route(request._replace(peers=self.peers))
-
     def begin(self, kind: int, tag: int, *what: int) -> int:
         """Tell the other ranks of this host what this one begins; returns its number."""
         number = self.begun.value + 1

@@ -214,6 +214,9 @@ class Transport:
     #: Whether all ranks share memory, so that nothing is sent.
     shares_all = False
 
+    #: With which ranks this one exchanges messages, where it does so for others of its host too.
+    peers: Peers | None = None
+
     _private: Transport | None = None
 
     @property
@@ -271,6 +274,10 @@ class Transport:
         """The route from partial to replicated: like a reduction without other ranks, of the sum over all ranks.
         ``None`` if that is left to the all-reduce of the backend (:mod:`fullshard.comm.all_reduce`)."""
         return None
+
+    def between(self, request: Request) -> Route:
+        """The route of those messages that a request takes."""
+        return self.private._route(request._replace(peers=self.peers))
 
     def _checked_route(
         self, direction: Direction, transfers: Sequence[Transfer], over: Ranks, tag: int, wire: Wire | None

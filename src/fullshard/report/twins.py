@@ -81,7 +81,15 @@ class SilentTransport(Transport):
 
     def __init__(self, original: Transport, device: torch.device, listener: Listener) -> None:
         self.original, self.listener, self._computes_on = original, listener, device
-        for name in ("name", "gradient_buffers", "takes_messages", "adds_in_fp32", "compares_reductions", "is_custom"):
+        for name in (
+            "name",
+            "gradient_buffers",
+            "takes_messages",
+            "adds_in_fp32",
+            "compares_reductions",
+            "is_custom",
+            "shares_all",
+        ):
             setattr(self, name, getattr(original, name))
         self.registers_memory = original.registers_memory
         if original.private is not original:
@@ -100,10 +108,13 @@ class SilentTransport(Transport):
         if what == "reduce" and self.compares_reductions:  # in the gradients of the others, which ranks share
             owned = ((plan.owned_numel(over.rank()), full.itemsize) for plan, full, _ in request.transfers)
             read = (over.size() - 1) * sum(numel * size for numel, size in owned)
-            return SilentRoute(self, Event(what, request.tag, ranks=over.size(), read=read))
+            if self.original.shares_all:
+                return SilentRoute(self, Event(what, request.tag, ranks=over.size(), read=read))
+            route = self.original.between(request)  # each host adds up before
+            return SilentRoute(self, Event(what, request.tag, route.sent, over.size()), route.staging)
         if data.shards_replicas and over is data.replicate_group:
             what = "gather over replicas" if what == "gather" else "reduce over replicas"
-        route = self.original.private._route(request)
+        route = self.original.between(request)
         return SilentRoute(self, Event(what, request.tag, route.sent, over.size()), route.staging)
 
     def sum_route(self, transfers: Sequence[Transfer], process_group: Any, tag: int) -> Route:
@@ -112,7 +123,9 @@ class SilentTransport(Transport):
         if not self.compares_reductions:
             return SilentRoute(self, Event("all-reduce", tag, sent, size), is_sum=True)
         nbytes = sum(plan.shard_numel * full.itemsize for plan, full, _ in transfers)
-        return SilentRoute(self, Event("reduce", tag, read=2 * nbytes * (size - 1) // size), is_sum=True)
+        peers = self.original.peers
+        sent = 0 if peers is None else nbytes * (len(peers.sources) + len(peers.targets)) // size
+        return SilentRoute(self, Event("reduce", tag, sent, read=2 * nbytes * (size - 1) // size), is_sum=True)
 
 
 @dataclass
