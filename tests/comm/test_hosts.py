@@ -157,3 +157,43 @@ def test_hosts_train_as_one_rank_alone(world: World, way: str, hosts: str) -> No
     sums = [torch.zeros(()) for _ in range(world.size)]
     dist.all_gather(sums, sum(map(torch.Tensor.sum, found), torch.zeros(())))
     assert len({float(each) for each in sums}) == 1, "all ranks have the same bits"
+
+
+@ranks(3, 4)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_step_that_an_error_has_ended_leaves_nothing_behind(world: World, in_backward: bool) -> None:
+    """With gathers under way, and slots in use."""
+    plain, model = build(), build()
+    with on_hosts("kkll"):
+        for module in (model[0], model[1], model):
+            fully_shard(module)
+
+        def fail(*_: Any) -> None:
+            raise ValueError("a bad batch")
+
+        train(world, model, 1)
+        hook = (model[1].down.register_full_backward_hook if in_backward else model[1].down.register_forward_hook)(fail)
+        with pytest.raises(ValueError, match="a bad batch"):
+            model(torch.ones(2, 48)).sum().backward()
+        hook.remove()
+        model.reset_iter_state()
+        model.zero_grad()
+        found = train(world, model)
+    train(world, plain, 1, alone=True)
+    for one, other in zip(found, train(world, plain, alone=True), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@ranks(3)
+def test_writes_to_unsharded_parameters_stay_on_their_rank(world: World) -> None:
+    model = build()
+    with on_hosts("mmn"):
+        fully_shard(model)
+        model.unshard()
+        before = model[0].up.weight.clone()
+        model[0].up.weight.data.fill_(float(world.rank))
+        dist.barrier()
+        assert (model[0].up.weight == world.rank).all()
+        model.reshard()
+        model.unshard()
+        assert torch.equal(model[0].up.weight, before)

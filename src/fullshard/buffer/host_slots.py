@@ -32,13 +32,14 @@ class HostSlot(Slot):
         super().__init__(view.tensor(self._start, view.address.nbytes - self._start, torch.uint8))
         self.filled, self.read = (Counters(segment, n * LINE * size, rank, size) for n in range(2))
         self.inode = segment.address.inode  # the same on all ranks
-        self._is_poisoned = False
+        self._is_poisoned, self.use = False, 0
 
     def writable(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor that begins ``start`` bytes into the slot, whose values all ranks see."""
         return self._segment.tensor(self._start + start, numel, dtype)
 
     def begin_use(self) -> None:
+        self.use = self.read.value + 1
         if self._is_poisoned:
             self._view.discard_writes()
         self._view.pages.own = ((0, self._view.pages.nbytes),)  # forked processes see what is there now
@@ -48,7 +49,8 @@ class HostSlot(Slot):
         self._is_poisoned, self._view.pages.own = is_poisoned, ()
         if not is_poisoned:
             self._view.end_use(has_faults)
-        self.read.set(self.read.value + 1)
+        if self.read.value + 1 == self.use:  # else all were told to begin anew in the middle of it
+            self.read.set(self.use)
 
 
 class HostSlotPool(SlotPool):
@@ -75,16 +77,18 @@ class HostSlotBuffer(SlotBuffer):
 
     _is_poisoned = False
     _faults = 0
+    _faults_seen = 0  # in all of this process, when a buffer was last given back
 
     def take(self) -> Mark:
         ready = super().take()
         cast(HostSlot, self.slot).begin_use()
-        self._faults = page_faults()
+        self._faults = HostSlotBuffer._faults_seen
         return ready
 
     def give_back(self, released: Mark | None = None) -> None:
         if self.in_use:
-            cast(HostSlot, self.slot).end_use(self._is_poisoned, page_faults() != self._faults)
+            HostSlotBuffer._faults_seen = faults = page_faults()
+            cast(HostSlot, self.slot).end_use(self._is_poisoned, faults != self._faults)
             self._is_poisoned = False
         super().give_back(released)
 

@@ -179,7 +179,9 @@ class HostsGatherRoute:
     def _finish(self, slot: HostSlot, number: int, part: Pending) -> None:
         """Complete this rank's part, and wait for those of the others."""
         part.finish()
-        transport, use = self._transport, slot.read.value + 1
+        transport, use = self._transport, slot.use
+        if transport.begun.value // ROUND != number // ROUND:
+            return  # an error has ended the step: the others may not come
         slot.filled.set(use)
         for event in (number, transport.begin(_WAIT, self.tag, slot.inode)):
             transport.compare(event)

@@ -71,7 +71,7 @@ class GroupContext:
         self.compute_dtypes: list[torch.dtype] = []  # in which each section is gathered
         #: Where parameters are between uses: on the device, and where a policy offloads them to.
         self.here, self.offloaded = homes_of(self.options.offload, self.params, self.data, self.device)
-        self.reduce_transport = self.transport
+        self.gather_transport = self.reduce_transport = self.transport  # the first: to slots
         self.reduce_process_group: dist.ProcessGroup | None = self.data.shard_group
         self.name = ""
         self.sharded: list[nn.Parameter] = []  # what modules show of each parameter between uses
@@ -106,6 +106,9 @@ class GroupContext:
         again = [section.inside(*parts) for section in self.sections if self.data.shards_replicas]
         self.own_sections = tuple(again) or self.sections
         self.compute_dtypes = [self.compute_dtype(first) for first, _ in alike]
+        is_plain = self.data.shard_group is not None and self.may_share and self.options.post_forward_mesh is None
+        shares_slots = is_plain and not self.transport.shares_all
+        self.gather_transport = self.transport if shares_slots else self.transport.private
 
     def plan(self, members: Sequence[int]) -> BufferPlan:
         """The layout of parameters of one dtype."""
@@ -178,13 +181,6 @@ class GroupContext:
         """How many gradient buffers may be in use at once."""
         least = 2 if self.adds_whole and self.data.replicate_size > 1 else 1
         return self.options.max_gradient_buffers or max(least, self.reduce_transport.gradient_buffers)
-
-    @property
-    def gather_transport(self) -> Transport:
-        """What gathers to slots: not to memory that has all parameters, nor where a smaller mesh gathers there too."""
-        transport, has_others = self.transport, self.data.shard_group is not None and self.may_share
-        is_shared = transport.shares_all or not has_others or self.options.post_forward_mesh is not None
-        return transport.private if is_shared else transport
 
     @property
     def parameter_pool(self) -> SlotPool:
