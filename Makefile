@@ -52,9 +52,9 @@ train: $(VENV)/.installed-train ## train a small language model on RANKS ranks (
 finetune: $(VENV)/.installed-finetune ## train a model of transformers with LoRA on RANKS ranks
 	$(call start,finetune.py)
 
-hosts: $(VENV)/.installed-train ## train the example on two hosts that are one machine, as root: RANKS=1 on each, RATE=1gbit, DELAY=1ms
+hosts: $(VENV)/.installed-train ## train the example on HOSTS=2 hosts that are one machine, as root: RANKS=1 on each, RATE=1gbit, DELAY=1ms
 	@rm -rf runs/hosts
-	$(BIN)/python -m tests.hosts --ranks $(or $(RANKS),1) $(if $(RATE),--rate $(RATE)) $(if $(DELAY),--delay $(DELAY)) \
+	$(BIN)/python -m tests.hosts --hosts $(or $(HOSTS),2) --ranks $(or $(RANKS),1) $(if $(RATE),--rate $(RATE)) $(if $(DELAY),--delay $(DELAY)) \
 		-- examples/train.py --directory runs/hosts --steps $(or $(STEPS),20) $(ARGS)
 
 # Two processes share the files of the tests: while the ranks of one wait for each other, those of the other compute.

@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import pickle
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.hosts.hosts import HostsError, TwoHosts
+from tests.hosts.hosts import HostsError
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.hosts import run_on_hosts
 from benchmarks.models import COMMUNICATION, COMPUTE, TINY, Work
 from benchmarks.ranks import run_ranks
 from benchmarks.strategies import DDP, Options, measure, print_table
@@ -43,23 +41,6 @@ OPTIONS: Options = {
     "int8 gathers, int4 reductions": {"wire_policy": WirePolicy("int8", "int4")},
     "stage 1, int8": {"zero_stage": 1, "wire_policy": WirePolicy("int8", "int8")},
 }
-
-
-def run_on_hosts(rate: str) -> Callable[..., list[Any]]:
-    """A function like ``run_ranks``, which runs one rank on each of two hosts. It raises HostsError where these cannot
-    be made."""
-
-    def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-        with tempfile.TemporaryDirectory() as folder, TwoHosts(rate) as hosts:
-            (Path(folder) / "given").write_bytes(pickle.dumps((function, args)))
-            program = "--no-python", sys.executable, "-m", "benchmarks.wires", "--folder", folder
-            started = [host.torchrun(*program[1:], options=program[:1]) for host in hosts]
-            printed = [each.communicate()[0] for each in started]
-            if any(each.returncode for each in started):
-                raise HostsError("\n".join(printed))
-            return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world_size)]
-
-    return run
 
 
 def time_encodings() -> None:
@@ -115,16 +96,6 @@ def time_local_steps(work: Work, steps: int) -> dict[str, float]:
     return found
 
 
-def _run_rank(folder: Path) -> None:
-    """Run on one host what :func:`run_on_hosts` was given."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    function, args = pickle.loads((folder / "given").read_bytes())
-    (folder / str(dist.get_rank())).write_bytes(pickle.dumps(function(*args)))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
@@ -133,16 +104,12 @@ def main() -> None:
     parser.add_argument("--local-steps", action="store_true", help="replicas on the hosts meet every 50 steps")
     parser.add_argument("--encodings", action="store_true", help="time the encodings alone")
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.folder is not None:
-        _run_rank(given.folder)
-        return
     if given.encodings:
         time_encodings()
         return
     os.environ["FULLSHARD_TRANSPORT"] = "p2p"
-    run: Callable[..., list[Any]] = run_on_hosts(given.rate) if given.rate else run_ranks
+    run: Callable[..., list[Any]] = run_on_hosts(rate=given.rate) if given.rate else run_ranks
     work = TINY if given.quick else COMMUNICATION
     try:
         if given.local_steps:

@@ -1,9 +1,10 @@
-"""Two hosts on one machine: Linux namespaces with a network between them.
+"""Several hosts on one machine: Linux namespaces with a network between them.
 
 A host has its own name, network, process numbers, ``/dev/shm`` and boot id: all by which ranks can tell hosts apart.
 Disks are shared, except for the directories that are named ``local``::
 
     host-a 192.0.2.1 ── eth0 ═══ veth pair ═══ eth0 ── host-b 192.0.2.2
+    host-a 192.0.2.1 ── eth0 ═══ veth pair ═══ port0 ── bridge ── port1, port2 ...      of more than two hosts
 
 Nothing has a name outside of these namespaces, and they end with the process that made them, even if that is killed. So
 there is nothing to clean up. Packets cannot leave the namespaces.
@@ -22,9 +23,9 @@ from pathlib import Path
 from types import TracebackType
 
 ROOT = Path(__file__).parent.parent.parent
-NAMES = ("host-a", "host-b")
+NAMES = tuple(f"host-{letter}" for letter in "abcdefgh")
 #: Addresses for documentation (RFC 5737), which no real host has.
-ADDRESSES = ("192.0.2.1", "192.0.2.2")
+ADDRESSES = tuple(f"192.0.2.{number}" for number in range(1, 9))
 INTERFACE, PORT = "eth0", 29400
 #: Its child ends when this process does, even if this process is killed.
 _UNSHARE = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--pid", "--mount", "--fork", "--mount-proc"]
@@ -54,10 +55,10 @@ class HostsError(Exception):
 
 
 class Host:
-    """A host, and the processes that were started on it. Made by :class:`TwoHosts`."""
+    """A host, and the processes that were started on it. Made by :class:`Hosts`, of which there are ``count``."""
 
-    def __init__(self, number: int, known: Mapping[str, str], local: Sequence[Path]) -> None:
-        self.name, self.address = NAMES[number], ADDRESSES[number]
+    def __init__(self, number: int, known: Mapping[str, str], local: Sequence[Path], count: int) -> None:
+        self.name, self.address, self._count = NAMES[number], ADDRESSES[number], count
         lines = [f"{address} {name}\\n" for name, address in {"localhost": "127.0.0.1", **known}.items()]
         arguments = [self.name, "".join(lines), *map(str, local)]
         self._holder = subprocess.Popen(
@@ -103,10 +104,11 @@ class Host:
         before: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[str]:
-        """Start a program on ``ranks`` ranks of this host, as part of a job on both. The command ``before`` starts
+        """Start a program on ``ranks`` ranks of this host, as part of a job on all. The command ``before`` starts
         torchrun."""
-        command = [*before, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={ranks}"]
-        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={NAMES[0]}:{PORT}", "--rdzv-id=rehearsal", *options]
+        command = [*before, sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        command += [f"--nnodes={self._count}", "--rdzv-backend=c10d", f"--rdzv-endpoint={NAMES[0]}:{PORT}"]
+        command += ["--rdzv-id=rehearsal", *options]
         return self.start(*command, *program, environment=environment)
 
     def kill(self) -> None:
@@ -123,10 +125,11 @@ class Host:
         self._holder.communicate()
 
 
-class TwoHosts:
-    """Two hosts, as a context manager.
+class Hosts:
+    """Hosts, as a context manager: two to eight.
 
     Args:
+        count: of the hosts.
         rate: limits the bandwidth in each direction, in the words of ``tc``: ``1gbit``.
         delay: delays each packet: ``1ms``. Needs the kernel module ``sch_netem``.
         local: directories that each host has for itself.
@@ -138,24 +141,28 @@ class TwoHosts:
 
     def __init__(
         self,
+        count: int = 2,
         rate: str = "",
         delay: str = "",
         local: Sequence[Path] = (),
-        known: Sequence[Mapping[str, str]] = (dict(zip(NAMES, ADDRESSES, strict=True)),) * 2,
+        known: Sequence[Mapping[str, str]] = (dict(zip(NAMES, ADDRESSES, strict=True)),) * len(NAMES),
     ) -> None:
         if reason := why_impossible():
             raise HostsError(reason)
         self._hosts: list[Host] = []
+        self._switch: Host | None = None  # between more than two hosts
         try:
-            for number in range(2):
-                self._hosts.append(Host(number, known[number], local))
+            for number in range(count):
+                self._hosts.append(Host(number, known[number], local, count))
+            if count > 2:
+                self._switch = Host(count - 1, {}, (), count)
             self._connect(rate, delay)
         except BaseException:
             self.end()
             raise
 
-    def __enter__(self) -> tuple[Host, Host]:
-        return self._hosts[0], self._hosts[1]
+    def __enter__(self) -> tuple[Host, ...]:
+        return tuple(self._hosts)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -163,28 +170,43 @@ class TwoHosts:
         self.end()
 
     def end(self) -> None:
-        """End both hosts."""
-        for host in self._hosts:
+        """End all hosts."""
+        for host in [*self._hosts, *([self._switch] if self._switch else [])]:
             host.end()
 
     def _connect(self, rate: str, delay: str) -> None:
-        first, second = self._hosts
-        pair = f"{INTERFACE} netns {first.process} type veth peer name {INTERFACE} netns {second.process}"
-        made = subprocess.run(["ip", "link", "add", *pair.split()], capture_output=True, text=True)
-        if made.returncode:
-            raise HostsError(f"no network can be made between the hosts: {made.stderr.strip()}")
+        first, second, *_ = self._hosts
+        cards = [(host, INTERFACE) for host in self._hosts]
+        if self._switch is None:
+            _join(first, INTERFACE, second, INTERFACE)
+        else:
+            self._switch.run("ip", "link", "add", "bridge", "type", "bridge")
+            self._switch.run("ip", "link", "set", "bridge", "up")
+            for number, host in enumerate(self._hosts):
+                _join(host, INTERFACE, self._switch, f"port{number}")
+                self._switch.run("ip", "link", "set", f"port{number}", "master", "bridge", "up")
+                cards.append((self._switch, f"port{number}"))  # limits what the host receives
         for host in self._hosts:
-            host.run("ip", "addr", "add", f"{host.address}/30", "dev", INTERFACE)
+            host.run("ip", "addr", "add", f"{host.address}/28", "dev", INTERFACE)
             host.run("ip", "link", "set", INTERFACE, "up")
-            limit = ["tc", "qdisc", "add", "dev", INTERFACE, "root"]
+        for host, interface in cards:
+            limit = ["tc", "qdisc", "add", "dev", interface, "root"]
             try:
-                if delay:
+                if delay and interface == INTERFACE:
                     host.run(*limit, "netem", "delay", delay, *(["rate", rate] if rate else []))
                 elif rate:
                     host.run(*limit, "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
             except HostsError as error:
                 advice = "A delay needs a kernel with the module sch_netem, a rate one with sch_tbf: leave it out"
                 raise HostsError(f"{error}. {advice}") from None
+
+
+def _join(one: Host, interface: str, other: Host, name: str) -> None:
+    """Put a cable between two hosts."""
+    pair = f"{interface} netns {one.process} type veth peer name {name} netns {other.process}"
+    made = subprocess.run(["ip", "link", "add", *pair.split()], capture_output=True, text=True)
+    if made.returncode:
+        raise HostsError(f"no network can be made between the hosts: {made.stderr.strip()}")
 
 
 def why_impossible() -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.hosts import ADDRESSES, NAMES, ROOT, Host, TwoHosts, wait_for_line, why_impossible
+from tests.hosts.hosts import ADDRESSES, NAMES, ROOT, Host, Hosts, wait_for_line, why_impossible
 
 needs_hosts = pytest.mark.skipif(bool(why_impossible()), reason=why_impossible())
 PROGRAM = "tests/hosts/program.py"
@@ -52,13 +52,13 @@ def end_of(running: subprocess.Popen[str], seconds: float) -> str:
 @needs_hosts
 @pytest.mark.slow
 def test_two_hosts_train_as_one_and_one_goes_on_from_their_checkpoint(tmp_path: Path) -> None:
-    with TwoHosts() as hosts:
+    with Hosts() as hosts:
         whole = on_one_host(hosts[0], PROGRAM, "--steps=6")
         options = [PROGRAM, f"--checkpoints={tmp_path}"]
         printed = finish([host.torchrun(*options, "--steps=3") for host in hosts])
         later = on_one_host(hosts[1], *options, "--steps=6")
     assert "2 ranks use the transport 'shm': all of them share a host" in whole
-    chosen = "2 ranks use the transport 'p2p': rank 1 runs on a different host than rank 0. FULLSHARD_TRANSPORT="
+    chosen = "2 ranks use the transport 'p2p': every rank runs on a host of its own. FULLSHARD_TRANSPORT="
     assert chosen in printed
     expected = losses_of(whole)
     assert losses_of(printed).keys() == {(rank, step) for rank in range(2) for step in range(3)}
@@ -68,8 +68,30 @@ def test_two_hosts_train_as_one_and_one_goes_on_from_their_checkpoint(tmp_path: 
 
 @needs_hosts
 @pytest.mark.slow
+def test_four_ranks_of_two_hosts_train_as_those_of_one() -> None:
+    with Hosts() as hosts:
+        whole = on_one_host(hosts[0], PROGRAM, "--steps=4", ranks=4)
+        printed = finish([host.torchrun(PROGRAM, "--steps=4", ranks=2) for host in hosts])
+    assert "4 ranks use the transport 'hosts': they run on 2 hosts, on each of which 2 share memory" in printed
+    assert losses_of(printed) == pytest.approx(losses_of(whole), rel=1e-5)
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "stage", "most"), [(2, 3, 1.40), (2, 0, 1.02), (4, 3, 2.1)])
+def test_what_a_card_sends_does_not_grow_with_the_ranks_of_its_host(count: int, stage: int, most: float) -> None:
+    name = f"zero_stage={stage}"
+    command = [sys.executable, "-m", "benchmarks.hosts", "--rounds=1", f"--hosts={count}", "--ranks=2", "--only", name]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert printed.returncode == 0, printed.stderr
+    sent = float(printed.stdout.splitlines()[-1].removeprefix(name).split()[0])
+    assert 0.95 * most < sent <= most
+
+
+@needs_hosts
+@pytest.mark.slow
 def test_checkpoints_on_local_disks_are_refused_by_name(tmp_path: Path) -> None:
-    with TwoHosts(local=[tmp_path]) as hosts:
+    with Hosts(local=[tmp_path]) as hosts:
         running = [host.torchrun(PROGRAM, f"--checkpoints={tmp_path / 'saves'}") for host in hosts]
         printed = [each.communicate(timeout=120)[0] for each in running]
         on_one_host(hosts[0], PROGRAM, f"--checkpoints={tmp_path / 'saves'}", "--steps=1")
@@ -88,7 +110,7 @@ def test_replicas_are_on_two_hosts_of_which_one_may_lose_them(tmp_path: Path) ->
     """The replica of a step that no checkpoint on the shared disk has."""
     saves, replicas = tmp_path / "saves", Path("/dev/shm/job")
     options = [PROGRAM, f"--checkpoints={saves}", f"--replicas={replicas}"]
-    with TwoHosts() as hosts:
+    with Hosts() as hosts:
         finish([host.torchrun(*options, "--steps=3") for host in hosts])
         hosts[1].run("rm", "-r", str(replicas))  # as on a new host
         printed = finish([host.torchrun(*options, "--steps=4") for host in hosts])
@@ -98,7 +120,7 @@ def test_replicas_are_on_two_hosts_of_which_one_may_lose_them(tmp_path: Path) ->
 @needs_hosts
 @pytest.mark.slow
 def test_the_ranks_of_a_killed_host_are_named() -> None:
-    with TwoHosts() as hosts:
+    with Hosts() as hosts:
         running = [host.torchrun(*LONG) for host in hosts]
         wait_for_line(running[0], "rank 0 step 3")
         hosts[1].kill()
@@ -112,7 +134,7 @@ def test_the_ranks_of_a_killed_host_are_named() -> None:
 @pytest.mark.slow
 def test_the_ranks_of_a_killed_host_that_had_the_store_are_named() -> None:
     """With static rendezvous: with c10d torchrun may end its ranks before they can say anything."""
-    with TwoHosts() as hosts:
+    with Hosts() as hosts:
         static = ["--rdzv-backend=static", f"--master-addr={NAMES[0]}", "--master-port=29400"]
         running = [host.torchrun(*LONG, options=[*static, f"--node-rank={at}"]) for at, host in enumerate(hosts)]
         wait_for_line(running[1], "rank 1 step 3")
@@ -125,7 +147,7 @@ def test_the_ranks_of_a_killed_host_that_had_the_store_are_named() -> None:
 @needs_hosts
 @pytest.mark.slow
 def test_a_network_that_is_cut_is_named_on_both_sides() -> None:
-    with TwoHosts() as hosts:
+    with Hosts() as hosts:
         running = [host.torchrun(*LONG) for host in hosts]
         for rank, each in enumerate(running):
             wait_for_line(each, f"rank {rank} step 3")
@@ -141,12 +163,12 @@ def test_a_network_that_is_cut_is_named_on_both_sides() -> None:
 def test_names_of_the_loopback_interface_need_the_name_of_the_network() -> None:
     """Debian's /etc/hosts gives a host's own name the address 127.0.1.1, which gloo takes."""
     known = [{NAMES[at]: "127.0.1.1", NAMES[1 - at]: ADDRESSES[1 - at]} for at in range(2)]
-    with TwoHosts(known=known) as hosts:
+    with Hosts(known=known) as hosts:
         doctor = [sys.executable, "-m", "fullshard", "doctor", "--"]
         running = [host.torchrun(PROGRAM, before=doctor) for host in hosts]
         printed, _ = running[1].communicate(timeout=120)  # rank 0 still waits for the connection
         assert "Set GLOO_SOCKET_IFNAME to the interface that connects the hosts" in printed
-    with TwoHosts(known=known) as hosts:
+    with Hosts(known=known) as hosts:
         finish([host.torchrun(PROGRAM, environment={"GLOO_SOCKET_IFNAME": "eth0"}) for host in hosts])
 
 
@@ -162,7 +184,7 @@ def test_make_hosts_trains_the_example(tmp_path: Path) -> None:
 
 @needs_hosts
 def test_nothing_is_left_of_hosts_whose_process_was_killed() -> None:
-    code = "import time; from tests.hosts.hosts import TwoHosts\nwith TwoHosts() as hosts:\n"
+    code = "import time; from tests.hosts.hosts import Hosts\nwith Hosts() as hosts:\n"
     code += " print(*(host.process for host in hosts), flush=True); time.sleep(600)"
     making = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert making.stdout is not None

@@ -66,6 +66,7 @@ class HostsTransport(ShmTransport):
 
     name = "hosts"
     shares_all = False
+    peers: Peers
 
     def __init__(self, local_ranks: LocalRanks, control: Segment, messages: PointToPointTransport) -> None:
         super().__init__(local_ranks, control, messages)
