@@ -616,6 +616,37 @@ MUTATIONS = (
         "",
         "tests/simulated/test_training.py::test_every_way_to_train",
     ),
+    # hosts with several ranks
+    Mutation(
+        "comm/hosts.py",
+        '        transport.local_ranks.wait(slot.filled, use, "an all-gather", self.tag)\n',
+        "",
+        "tests/comm/test_hosts.py::test_a_gather_fills_the_slot_that_a_host_shares",
+    ),
+    Mutation(
+        "comm/hosts.py",
+        "for event in (number, transport.begin(_WAIT, self.tag, slot.inode)):",
+        "for event in (number,):",
+        "tests/comm/test_hosts.py::test_ranks_that_wait_for_different_groups_are_told",
+    ),
+    Mutation(
+        "comm/hosts.py",
+        "return [piece for piece in every if not piece.is_kept]",
+        "return [*every]",
+        "tests/comm/test_hosts.py::test_hosts_train_as_one_rank_alone",
+    ),
+    Mutation(
+        "comm/hosts.py",
+        "return 2.0 ** math.ceil(math.log2(abs(divisor))) if torch.float16 in self.dtypes else 1.0",
+        "return 1.0",
+        "tests/parity/test_precision.py::test_large_gradients_in_fp16",
+    ),
+    Mutation(
+        "buffer/host_slots.py",
+        "            self._view.end_use(has_faults)\n",
+        "            pass\n",
+        "tests/buffer/test_host_slots.py::test_what_one_rank_writes_for_all_the_others_read_and_what_it_writes_for_itself_nobody_does",
+    ),
     # memory that the ranks of a host share
     Mutation(
         "comm/shm.py",
@@ -702,7 +733,7 @@ MUTATIONS = (
         "tests/watch/test_reports.py::test_the_clocks_of_other_hosts_do_not_count",
     ),
     Mutation(
-        "buffer/shared.py",
+        "buffer/shared_memory.py",
         "or self._uses % _USES == 0)",
         ")",
         "tests/buffer/test_shared.py::test_a_write_outside_of_any_use_is_found_in_time",

@@ -103,6 +103,19 @@ def test_other_memory_or_another_group_is_named(world: World) -> None:
     del pending, buffer
 
 
+@ranks(2)
+def test_ranks_that_wait_for_different_groups_are_told(world: World) -> None:
+    """Each has begun both gathers, and then runs one module where the other runs another."""
+    transport = make("oo")
+    both = [in_slot(transport) for _ in range(2)]
+    pending = []
+    for tag, (_, transfers) in enumerate(both):
+        fill_shards(CASE, transfers, world.rank)
+        pending.append(transport.gather_route(transfers, group(), tag).start())
+    with pytest.raises(RuntimeError, match=r"waits for the group with tag [01] where rank [01] waits for"):
+        pending[world.rank].finish()
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

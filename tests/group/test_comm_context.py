@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 
 from fullshard.buffer.slots import LARGE, SHARED, SlotBuffer
 from fullshard.comm.collective import CollectiveTransport
+from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.device import CPU, PASSED, HoldingMark
 from fullshard.group.comm_context import CommContext, Reductions
 from tests.simulated import simulate
@@ -91,15 +90,7 @@ def test_marks_that_are_forgotten_are_not_waited_for() -> None:
 
 def test_there_is_one_pool_for_each_kind_of_buffer_and_transport() -> None:
     context = CommContext(CPU)
-    made = list[int]()
-
-    def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-        made.append(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    one: Any
-    other: Any
-    one, other = (SimpleNamespace(allocate=allocate, registers_memory=False) for _ in range(2))
+    one, other = PointToPointTransport(), PointToPointTransport()
     pool = context.pool("parameters", one)
     assert context.pool("parameters", one) is pool
     assert context.pool("gradients", one) is not pool
