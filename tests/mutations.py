@@ -643,7 +643,7 @@ MUTATIONS = (
     ),
     Mutation(
         "buffer/host_slots.py",
-        "            self._view.end_use(has_faults)\n",
+        "            self._view.end_use()\n",
         "            pass\n",
         "tests/buffer/test_host_slots.py::test_what_one_rank_writes_for_all_the_others_read_and_what_it_writes_for_itself_nobody_does",
     ),

@@ -65,7 +65,7 @@ def test_a_use_without_faults_looks_at_no_pages(made: Fixture) -> None:
     looks = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(made.buffer._view, "was_written", lambda: looks.append(True))
-        patch.setattr("fullshard.buffer.shared.page_faults", lambda: 7)  # other threads of the process have some
+        patch.setattr("fullshard.buffer.shared_memory.page_faults", lambda: 7)  # other threads of the process have some
         for _ in range(_USES // 2):
             made.use()
     assert len(looks) < _USES // 8

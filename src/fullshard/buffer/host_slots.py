@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 
-from fullshard.buffer.shared_memory import LINE, Counters, Segment, page_faults
+from fullshard.buffer.shared_memory import LINE, Counters, Segment
 from fullshard.buffer.slots import Slot, SlotBuffer, SlotPool
 from fullshard.device import Mark
 
@@ -42,13 +42,14 @@ class HostSlot(Slot):
         self.use = self.read.value + 1
         if self._is_poisoned:
             self._view.discard_writes()
+        self._view.begin_use()
         self._view.pages.own = ((0, self._view.pages.nbytes),)  # forked processes see what is there now
 
-    def end_use(self, is_poisoned: bool, has_faults: bool) -> None:
+    def end_use(self, is_poisoned: bool) -> None:
         """Throw this rank's writes away, and tell the others that it reads the slot no more."""
         self._is_poisoned, self._view.pages.own = is_poisoned, ()
         if not is_poisoned:
-            self._view.end_use(has_faults)
+            self._view.end_use()
         if self.read.value + 1 == self.use:  # else all were told to begin anew in the middle of it
             self.read.set(self.use)
 
@@ -76,19 +77,15 @@ class HostSlotBuffer(SlotBuffer):
     """A full buffer in such a slot. What this rank writes to it, no other sees."""
 
     _is_poisoned = False
-    _faults = 0
-    _faults_seen = 0  # in all of this process, when a buffer was last given back
 
     def take(self) -> Mark:
         ready = super().take()
         cast(HostSlot, self.slot).begin_use()
-        self._faults = HostSlotBuffer._faults_seen
         return ready
 
     def give_back(self, released: Mark | None = None) -> None:
         if self.in_use:
-            HostSlotBuffer._faults_seen = faults = page_faults()
-            cast(HostSlot, self.slot).end_use(self._is_poisoned, faults != self._faults)
+            cast(HostSlot, self.slot).end_use(self._is_poisoned)
             self._is_poisoned = False
         super().give_back(released)
 

@@ -11,7 +11,7 @@ import mmap
 
 import torch
 
-from fullshard.buffer.shared_memory import Segment, page_faults
+from fullshard.buffer.shared_memory import Segment
 from fullshard.buffer.slots import OwnBuffer
 from fullshard.device import PASSED, Mark
 
@@ -20,28 +20,25 @@ class SharedBuffer(OwnBuffer):
     """A full buffer that ranks share. It begins ``start`` bytes into ``view``, the mapping by which this rank reads the
     memory of all."""
 
-    _faults_seen = 0  # in all of this process, when a buffer was last given back
-
     def __init__(self, view: Segment, start: int, nbytes: int) -> None:
         super().__init__(view.tensor(start, nbytes, torch.uint8))
-        self._view, self._is_private, self._faults = view, False, 0
+        self._view, self._is_private = view, False
 
     def take(self) -> Mark:
         if not self.in_use:
             self.in_use = True
-            self._faults = SharedBuffer._faults_seen
+            self._view.begin_use()
             self._tell_children()
         return PASSED
 
     def give_back(self, released: Mark | None = None) -> None:
-        """End its use. Writes through ``.data`` are thrown away: they leave no version, but a page fault."""
+        """End its use. Writes are thrown away."""
         self.in_use = False
         self._tell_children()
         if self._is_private:
             self.be_shared()
             return
-        SharedBuffer._faults_seen = faults = page_faults()
-        self._view.end_use(faults != self._faults)
+        self._view.end_use()
 
     def discard_writes(self) -> None:
         """Let the views see again what the ranks share."""

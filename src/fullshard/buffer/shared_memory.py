@@ -191,6 +191,8 @@ class File:
 class Segment:
     """A piece of memory; mapped until the last tensor in it is gone. To make one may raise an OSError."""
 
+    _faults_seen = 0  # in all of this process, when a use of a private mapping last ended
+
     def __init__(self, pages: Pages, address: Address, file: File | None = None) -> None:
         self.pages = pages
         self.memory = (ctypes.c_char * pages.nbytes).from_address(pages.start)
@@ -198,7 +200,8 @@ class Segment:
         self._end.atexit = False  # tensors may outlive this module
         pages.memory = weakref.ref(self.memory)
         _mapped[pages.start] = pages
-        self.address, self._uses = address, 0
+        self.address = address
+        self._uses = self._faults = 0
         self.file = file  # of the process that made the segment: others may open it as long as this is there
 
     @classmethod
@@ -246,10 +249,15 @@ class Segment:
         of_file = (entries >> 61) & 1 != 0
         return bool((there & ~of_file).any())
 
-    def end_use(self, has_faults: bool) -> None:
-        """Discard what this process wrote to a private mapping; it wrote nothing without page faults, in a use."""
+    def begin_use(self) -> None:
+        """Begin to look for writes to a private mapping."""
+        self._faults = Segment._faults_seen
+
+    def end_use(self) -> None:
+        """Discard what this process wrote to it. Writes through ``.data`` leave no version, but a page fault."""
         self._uses += 1
-        if (has_faults or self._uses % _USES == 0) and self.was_written():
+        Segment._faults_seen = faults = page_faults()
+        if (faults != self._faults or self._uses % _USES == 0) and self.was_written():
             self.discard_writes()
 
     def discard_writes(self, to: Segment | None = None) -> None:
