@@ -145,6 +145,9 @@ class EncodedRoute(PieceRoute):
         self.sent = sum(nbytes[self.rank if self.gathers else peer] for peer in self.receivers)
         #: Bytes of the messages received and of those sent, by rank. A gather sends what it has received of itself.
         self.nbytes = [0] * self.size, [0] * self.size
+        self.parts: list[list[Span]] = [[] for _ in nbytes]  # in which each message comes
+        for peer in self.senders:
+            self.parts[peer] = self.messages[peer if self.gathers else self.rank].parts
         for peer in [*self.senders, self.rank] if self.gathers else self.senders:
             self.nbytes[0][peer] = nbytes[self.rank]
         for peer in [] if self.gathers else self.receivers:
@@ -179,9 +182,7 @@ class _EncodedExchange:
         self._received, self._sent = (each.split(nbytes) for each, nbytes in zip(ends, route.nbytes, strict=True))
         if route.gathers:
             self._sent = [self._received[route.rank]] * route.size
-        owners = range(route.size) if route.gathers else [route.rank] * route.size
-        parts = [route.messages[each].parts if i in route.senders else [] for i, each in enumerate(owners)]
-        memory = ExchangeMemory(self._sent, self._received, parts, ends[0], ends[1], route.receivers)
+        memory = ExchangeMemory(self._sent, self._received, route.parts, ends[0], ends[1], route.receivers)
         self.carrier = route.open_carrier(memory)
 
     def finish(self) -> None:
@@ -284,7 +285,7 @@ class _EncodedExchange:
                 if is_host(route.device):
                     terms = [
                         self._source(block) if rank == route.rank else self._exact(self._received[rank], block, at)
-                        for rank in sorted((*route.senders, route.rank))
+                        for rank in route.in_order
                     ]
                     Sum(route, block, terms, self._lease).write(self._shards, self._divisor)
                 else:
@@ -299,7 +300,8 @@ class _EncodedExchange:
         """Write the sums of chunks that lie alike in the messages of all other ranks."""
         route = self._route
         tensors = [self._tensors(chunk, self._received[route.rank], True, lost) for chunk in chunks]
-        others = [[self._received[rank][slice(*chunk.span)] for chunk in chunks] for rank in sorted(route.senders)]
+        received = [self._received[rank] for rank in route.in_order if rank != route.rank]
+        others = [[each[slice(*chunk.span)] for chunk in chunks] for each in received]
         add_up(encoding, tensors, others, partial(divide_, divisor=self._divisor), self._chunk)
 
     def _tensors(

@@ -201,8 +201,8 @@ class HostsReduceRoute(SharedReduceRoute):
         self.staging, self.sent = self._between.staging, self._between.sent
         self._beside = len(self.plans)
         self._owners = [self.rank, *transport.peers.sources]
-        every = [piece for section, plan in enumerate(self.plans) for piece in plan.pieces(self.rank, section)]
-        self._kept = [piece for piece in every if piece.is_kept]  # all ranks read these, so that no sum may lie there
+        self._own = [piece for section, plan in enumerate(self.plans) for piece in plan.pieces(self.rank, section)]
+        self._kept = [piece for piece in self._own if piece.is_kept]  # all ranks read these: no sum may lie there
         self._sums: list[torch.Tensor] = []  # of these
 
     def _divisor(self, divisor: float) -> float:
@@ -245,6 +245,7 @@ class HostsSumRoute(HostsReduceRoute):
         super().__init__(transport, request._replace(transfers=placed))
         self._spread = transport.between(request._replace(direction="gather", transfers=in_slots))
         self.over, self.sent = transport.read, self.sent + self._spread.sent
+        self._here = [piece.of_full(self.fulls[piece.section]) for piece in self._own]
 
     def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
         apart = list(zip(self.plans, self.fulls, strict=True))[len(self.plans) - len(zero_copy) :]
@@ -264,16 +265,14 @@ class HostsSumRoute(HostsReduceRoute):
         """Bring the sums of all ranks to the shards, when this rank has its own there."""
         sums.finish()
         transport, number = self.transport, reading.number
-        own = [piece for section, plan in enumerate(self.plans) for piece in plan.pieces(self.rank, section)]
-        here, there = ([piece.of_full(self.fulls[piece.section]) for piece in own], [_in(shards, each) for each in own])
-        if own:
-            foreach_copy(here, there)
-            foreach_copy(there, here)  # rounded, as the others see them
+        if there := [piece.of_shard(shards[piece.section]) for piece in self._own]:
+            foreach_copy(self._here, there)
+            foreach_copy(there, self._here)  # rounded, as the others see them
         self._spread.start().finish()
         transport.summed.set(number)
         transport.local_ranks.wait(transport.summed, number, "a reduction", self.tag)
         if others := self.bind(reading.slots)[1]:
-            foreach_copy([_in(shards, piece) for piece, _ in others], [values for _, values in others])
+            foreach_copy([at.of_shard(shards[at.section]) for at, _ in others], [values for _, values in others])
         self.over.set(number)
 
     def _summed_by_others(self, slots: tuple[Segment | None, ...]) -> list[tuple[Piece, torch.Tensor]]:
@@ -285,10 +284,6 @@ class HostsSumRoute(HostsReduceRoute):
                 pieces = [piece for owner in sorted(owners) for piece in plan.pieces(owner, section)]
                 found += [(piece, piece.of_full(fulls[section][at])) for piece in pieces]
         return found
-
-
-def _in(shards: Sequence[torch.Tensor], piece: Piece) -> torch.Tensor:
-    return piece.of_shard(shards[piece.section])
 
 
 def _placed(plan: BufferPlan, shifts: Sequence[int]) -> BufferPlan:

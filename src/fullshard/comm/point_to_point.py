@@ -309,7 +309,7 @@ class _MessageRoute(PieceRoute):
         if it has no start there, in the shard."""
         offset += (block.shard_start - piece.shard_start) * self.dtypes[piece.section].itemsize
         terms: list[torch.Tensor | Piece | None] = []
-        for rank in sorted((*self.senders, self.rank)):
+        for rank in self.in_order:
             start = starts.get(rank)
             staged = None if start is None else self._staged(lease, start, block, offset)
             terms.append(self._given(block) if rank == self.rank else staged)

@@ -72,6 +72,7 @@ class PieceRoute:
         sources, targets, self.most_peers, self.writes_kept = peers or Peers(others, others, len(others))
         #: From and to which ranks messages go.
         self.senders, self.receivers = (sources, targets) if self.gathers else (targets, sources)
+        self.in_order = sorted((*self.senders, self.rank))  # whose values a sum has
         self.plans = plans = [transfer.plan for transfer in transfers]
         self.fulls = [alias(transfer.full) for transfer in transfers]
         self.shards = [alias(transfer.shard) for transfer in transfers if self.gathers]  # each reduction brings others
