@@ -28,18 +28,18 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
+from fullshard import platforms
 from fullshard.buffer.host_slots import HostSlot, HostSlotPool
 from fullshard.buffer.plan import BufferPlan, Cut, Piece, Share
 from fullshard.buffer.shared_memory import LINE, PRIVATE, ROUND, Address, Counters, Segment
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.local_ranks import LocalRanks, find_local_ranks
 from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.shm import PendingSharedReduction, SharedReduceRoute, ShmTransport, shifts_of
+from fullshard.comm.shm import PendingSharedReduction, SharedReduceRoute, ShmTransport, no_memory, shifts_of
 from fullshard.comm.sums import SUM_DTYPES
 from fullshard.comm.transport import PLAIN_SUM, Peers, Reduction, Request, Route, Shards, Transfer
 from fullshard.comm.waits import named
 from fullshard.device import Pending, Started
-from fullshard.platforms import host_id
 from fullshard.torch_private import CAN_SWAP_MEMORY, foreach_copy
 
 _AHEAD = 64  # events that a rank may be ahead of the slowest one of its host
@@ -138,10 +138,7 @@ class HostsTransport(ShmTransport):
             made = made or Segment.open(Address(pid, fd, inode, nbytes))
             return made, Segment.open(made.address, PRIVATE)
         except OSError as error:
-            raise RuntimeError(
-                f"no {nbytes} bytes of shared memory for parameters ({error}): free memory or allow more open files, "
-                f"or set FULLSHARD_TRANSPORT=p2p"
-            ) from error
+            raise no_memory(nbytes, "parameters", error) from error
 
     def reset(self) -> None:
         super().reset()
@@ -301,7 +298,7 @@ def shared_transport(
 ) -> ShmTransport | str:
     """The transport of a process group of which ranks share memory, or why there can be none. Every rank must make the
     first call. ``wanted`` is the name of one, if it is to be that."""
-    known, key = _known.setdefault(process_group, {}), (wanted, host_id())
+    known, key = _known.setdefault(process_group, {}), (wanted, platforms.pretended_host)
     if key not in known:
         known[key] = _share(process_group, messages, wanted)
     return known[key]

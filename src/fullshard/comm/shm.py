@@ -85,10 +85,7 @@ class ShmTransport(Transport):
         try:
             segment = Segment.create(nbytes)
         except OSError as error:
-            raise RuntimeError(
-                f"no {nbytes} bytes of shared memory for gradients ({error}): free memory or allow more open files, or "
-                f"set FULLSHARD_TRANSPORT=p2p"
-            ) from error
+            raise no_memory(nbytes, "gradients", error) from error
         memory = segment.tensor(0, nbytes, torch.uint8)
         self._slots[memory.data_ptr()] = segment.address
         weakref.finalize(segment.memory, self._forget, memory.data_ptr(), segment.file)
@@ -355,6 +352,13 @@ class SharedSumRoute(SharedReduceRoute):
     def _summed_by_others(self, slots: tuple[Segment | None, ...]) -> list[tuple[Piece, torch.Tensor]]:
         fulls, others = [self._in_slots(i, slots) for i in range(len(self.plans))], self._pieces_of_others(0)
         return [(self._in_shard(piece), piece.of_full(fulls[piece.section][rank])) for rank, piece in others]
+
+
+def no_memory(nbytes: int, what: str, error: OSError) -> RuntimeError:
+    return RuntimeError(
+        f"no {nbytes} bytes of shared memory for {what} ({error}): free memory or allow more open files, or set "
+        f"FULLSHARD_TRANSPORT=p2p"
+    )
 
 
 def shifts_of(transfers: Iterable[Transfer]) -> list[list[int]]:
