@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
+import torch.distributed as dist
 from benchmarks.models import Work
 
+from fullshard.comm.select import NAMES, select_transport
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.report.explain import ADAM
+from fullshard.report.predicted import _EXCHANGES
 from fullshard.report.search import Search, _Choice, _simulated
 
 WORK = Work("combined", blocks=4, width=128, sequence=256, vocabulary=64)
@@ -40,3 +44,13 @@ def test_a_combination_of_traces_is_a_trace(search: Search) -> None:
     assert part.split(" are ")[1] in need.parts
     search._optimizer_bytes = 0.0
     assert search._need(_Choice(1)).most < need.most, "the state of the optimizer counts"
+
+
+def test_each_transport_has_assumed_figures_and_ranks_that_are_not_there_share_no_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert set(NAMES) <= _EXCHANGES.keys()
+    monkeypatch.setenv("FULLSHARD_TRANSPORT", "hosts")
+    with _simulated(4, None):
+        assert dist.group.WORLD is not None
+        assert select_transport(dist.group.WORLD, torch.device("cpu")).name == "p2p"

@@ -323,7 +323,7 @@ def _transport(process_group: dist.ProcessGroup, device: torch.device, every: Se
     may_share = is_host(device) and backend_of(process_group, device).has_messages and together and not missing()
     advice = "Unset FULLSHARD_TRANSPORT. " if "FULLSHARD_TRANSPORT" in os.environ else ""
     advice += "The ranks share a host, and could share memory."
-    return judged("transport", transport.name == "shm" or not may_share, text, advice)
+    return judged("transport", transport.name in ("shm", "hosts") or not may_share, text, advice)
 
 
 def _rounds(size: int) -> Iterator[list[tuple[int, int]]]:

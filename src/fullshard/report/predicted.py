@@ -31,6 +31,7 @@ TO_CPU, TO_DISK, ON_CPU_UPDATED = 20e9, 1e9, 10e9
 #: The hardware that is assumed: FLOP/s of a rank that computes, bytes/s and seconds of an exchange, by transport.
 _COMPUTES = {"cpu": 30e9, "accelerator": 200e12}
 _EXCHANGES = {"shm": (10e9, 20e-6), "p2p": (1e9, 200e-6), "collective": (1e9, 500e-6), "accelerator": (50e9, 20e-6)}
+_EXCHANGES["hosts"] = _EXCHANGES["p2p"]
 #: Bytes of an element of the optimizer's state and of its temporary results.
 _ELEMENT = 4
 #: Memory for what is read from a disk and written: this part of what an optimizer's step moves, and its bounds.

@@ -225,6 +225,7 @@ def _simulated(ranks: int, sizes: Sequence[int] | None, planned: torch.device | 
     """A context in which this process is a rank of a simulated world, with the transport that such a job would have."""
     device_type, asked = planned.type if planned else default_device_type(), os.environ.get("FULLSHARD_TRANSPORT", "")
     transport = "" if device_type != "cpu" else asked if asked in NAMES else "shm" if ranks > 1 else "p2p"
+    transport = "p2p" if transport == "hosts" else transport  # on which hosts they would be is not known
     with planned_for(planned), simulated_world(ranks, 0), simulated_transport(transport):
         names = ("replicate", "shard")[-len(sizes) :] if sizes else ()
         yield init_device_mesh(device_type, tuple(sizes), mesh_dim_names=names) if sizes else None
