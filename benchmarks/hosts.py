@@ -29,19 +29,20 @@ import torch.distributed.fsdp as torch_fsdp
 from tests.hosts.hosts import INTERFACE, Hosts, HostsError
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import TINY, Work
-from fullshard import WirePolicy, fully_shard
+from benchmarks.strategies import DDP, Options, Trainer
+from benchmarks.traffic import device_bytes
+from fullshard import WirePolicy
 
-DDP, FSDP2 = "torch DDP", "torch FSDP2"
-#: The options of ``fully_shard``, and the transport if it is not the default.
-OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "zero_stage=3": ({}, ""),
-    "zero_stage=0": ({"zero_stage": 0}, ""),
-    "zero_stage=3, int8": ({"wire_policy": WirePolicy("int8", "int8")}, ""),
-    "zero_stage=3, p2p": ({}, "p2p"),
+FSDP2 = "FSDP2"
+OPTIONS: Options = {
+    "zero_stage=3": {},
+    "zero_stage=0": {"zero_stage": 0},
+    "zero_stage=3, int8": {"wire_policy": WirePolicy("int8", "int8")},
+    "zero_stage=3, p2p": {},
 }
+_TRANSPORTS = {"zero_stage=3, p2p": "p2p"}  # of the others the default
 #: 25 M parameters and 16 tokens a rank: the time goes into moving parameters and gradients.
 WORK = Work("hosts", blocks=8, width=512, sequence=16, vocabulary=256)
 _WARM_UP, _COUNTED = 2, 2  # steps
@@ -74,35 +75,21 @@ def _run_rank(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-class _Trainer:
-    """One contender's model and optimizer, on this rank."""
+class _Trainer(Trainer):
+    """Trains torch's FSDP2 too, and sets the transport of each contender."""
 
-    def __init__(self, name: str, work: Work) -> None:
-        self._work, model = work, work.build()
-        options, transport = OPTIONS.get(name, ({}, ""))
-        os.environ["FULLSHARD_TRANSPORT"] = transport
-        for module in (*model.blocks, model) if name != DDP else ():
-            if name == FSDP2:
-                torch_fsdp.fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-            else:
-                fully_shard(module, **options)
-        self.model: nn.Module = DistributedDataParallel(model) if name == DDP else model
-        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-
-    def step(self, number: int) -> float:
-        """Seconds of a step."""
-        batch = self._work.batch(dist.get_rank(), number)
-        dist.barrier()
-        begin = time.perf_counter()
-        self.model(batch).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return time.perf_counter() - begin
+    def shard(self, name: str, modules: list[nn.Module], options: Options) -> nn.Module:
+        os.environ["FULLSHARD_TRANSPORT"] = _TRANSPORTS.get(name, "")
+        if name != FSDP2:
+            return super().shard(name, modules, options)
+        for module in modules:
+            torch_fsdp.fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        return modules[-1]
 
 
 def take_turns(work: Work, rounds: int, names: list[str]) -> dict[str, tuple[list[float], float]]:
     """For each contender the seconds of its steps on this rank, and the bytes that its host sent in one."""
-    trainers = {name: _Trainer(name, work) for name in names}
+    trainers = {name: _Trainer(name, work, "SGD", OPTIONS) for name in names}
     found: dict[str, tuple[list[float], float]] = {}
     for name, trainer in trainers.items():
         for number in range(_WARM_UP):
@@ -121,8 +108,8 @@ def _sent() -> int:
     """Bytes that the card of this host has sent so far, when nobody sends any more."""
     dist.barrier()
     time.sleep(0.1)  # for acknowledgements
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    sent = next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith(INTERFACE))
+    sent = device_bytes(INTERFACE)
+    assert sent is not None, "these hosts have a card"
     dist.barrier()
     return sent
 

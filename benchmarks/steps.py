@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.contenders import ALONE, DDP, FSDP1, FSDP2, Contender, ours
 from benchmarks.models import Work
 from benchmarks.ranks import run_ranks
-from benchmarks.traffic import Traffic, loopback_bytes
+from benchmarks.traffic import Traffic, device_bytes
 
 _WARM_UP = 1  # and one in which bytes are counted
 _KEPT_STEPS = 2
@@ -147,7 +147,7 @@ def _take_turn(trainer: Trainer, steps: Steps) -> None:
     trainer.step(trainer.next_batch())  # not timed: what it leaves in caches and in the heap is its own
     batch = trainer.next_batch()
     dist.barrier()
-    sent = loopback_bytes()
+    sent = device_bytes()
     dist.barrier()
     faults = _faults()
     cpu, wall = time.process_time(), time.perf_counter()
@@ -158,4 +158,4 @@ def _take_turn(trainer: Trainer, steps: Steps) -> None:
     steps.loss = loss.item()
     dist.barrier()
     if sent is not None:
-        steps.wire.append((loopback_bytes() or 0) - sent)
+        steps.wire.append((device_bytes() or 0) - sent)

@@ -40,19 +40,25 @@ _WARM_UP = 2
 Turns = dict[str, tuple[list[float], list[float]]]
 
 
-class _Trainer:
+class Trainer:
     """One contender's model and optimizer, on this rank."""
 
     def __init__(self, name: str, work: Work, optimizer: str, options: Options) -> None:
         self._work, model = work, work.build()
-        for module in (*model.blocks, model) if name in options else ():
-            fully_shard(module, **options[name])
-        self.model: nn.Module = model if name in options else DistributedDataParallel(model)
+        self.model = self.shard(name, [*model.blocks, model], options)
         make: Any = getattr(torch.optim, optimizer)
         if name == REDUNDANT:
             self._optimizer = ZeroRedundancyOptimizer(self.model.parameters(), make, lr=1e-3)
         else:
             self._optimizer = make(self.model.parameters(), lr=1e-3)
+
+    def shard(self, name: str, modules: list[nn.Module], options: Options) -> nn.Module:
+        """Shard the blocks of a model and the model, which is the last of the modules, or wrap it; returns it."""
+        if name not in options:
+            return DistributedDataParallel(modules[-1])
+        for module in modules:
+            fully_shard(module, **options[name])
+        return modules[-1]
 
     def step(self, number: int, held: list[float] | None = None) -> float:
         """Seconds of a step. What malloc holds between its backward and the optimizer is added to ``held``."""
@@ -96,7 +102,7 @@ def measure(
 
 def take_turns(work: Work, optimizer: str, rounds: int, names: tuple[str, ...], options: Options) -> Turns:
     """Train all contenders on this rank, in an order that is shuffled anew in every round."""
-    trainers = {name: _Trainer(name, work, optimizer, options) for name in names}
+    trainers = {name: Trainer(name, work, optimizer, options) for name in names}
     found: Turns = {name: ([], []) for name in trainers}
     for number in range(rounds + _WARM_UP):
         for name in random.Random(number).sample([*trainers], len(trainers)):
@@ -111,7 +117,7 @@ def take_turns(work: Work, optimizer: str, rounds: int, names: tuple[str, ...], 
 def _count(name: str, work: Work, optimizer: str, options: Options) -> tuple[float, float]:
     """Bytes that this rank sends in a step, and those that it holds before the optimizer's."""
     before, held = resident.bytes_allocated(), list[float]()
-    trainer = _Trainer(name, work, optimizer, options)
+    trainer = Trainer(name, work, optimizer, options)
     for number in range(_WARM_UP):
         trainer.step(number)
     with Traffic() as traffic:

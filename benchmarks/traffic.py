@@ -126,13 +126,14 @@ def nbytes(tensors: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
 
 
-def loopback_bytes() -> int | None:
-    """Bytes that the loopback device of this machine has sent so far; ``None`` where the kernel does not tell."""
+def device_bytes(name: str = "lo") -> int | None:
+    """Bytes that a network device of this machine has sent so far, by default the loopback device; ``None`` where the
+    kernel does not tell."""
     counters = Path("/proc/net/dev")
     if not counters.exists():
         return None
     for line in counters.read_text().splitlines():
         device, _, values = line.partition(":")
-        if device.strip() == "lo":
+        if device.strip() == name:
             return int(values.split()[8])
     return None
