@@ -14,8 +14,10 @@ from torch import nn
 
 import fullshard
 from fullshard import MixedPrecisionPolicy, WirePolicy, fully_shard
+from fullshard.buffer.shared_memory import Segment
 from fullshard.comm.hosts import HostsTransport, peers_of, shared_transport
 from fullshard.comm.point_to_point import PointToPointTransport
+from fullshard.comm.process_group import gather_objects
 from fullshard.comm.transport import Transfer
 from fullshard.comm.waits import PeerFailureError
 from tests.comm.cases import Case, Section, assert_gathered, fill_shards, group, transfers_of
@@ -210,3 +212,39 @@ def test_writes_to_unsharded_parameters_stay_on_their_rank(world: World) -> None
         model.reshard()
         model.unshard()
         assert torch.equal(model[0].up.weight, before)
+
+
+@ranks(3, 4)
+@pytest.mark.parametrize(
+    ("hosts", "refused", "slots"), [("ppqq", "open", 0), ("rrss", "open", 1), ("ttuu", "create", 0)]
+)
+def test_where_one_rank_has_no_memory_left_all_exchange_messages(
+    world: World, hosts: str, refused: str, slots: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From then on; groups that have a slot of the host go on to take it."""
+    plain, model, calls = build(), build(), []
+
+    def refuse(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) > 2 * slots:  # to write and to read
+            raise OSError(12, "Cannot allocate memory")
+        return usual(*args)
+
+    usual = getattr(Segment, refused)
+    with on_hosts(hosts), pytest.MonkeyPatch.context() as patch, caplog.at_level("WARNING", "fullshard"):
+        for module in (model[0], model[1], model):
+            fully_shard(module)
+        if world.rank == (1 if refused == "open" else 2):
+            patch.setattr(Segment, refused, refuse)
+        with torch.no_grad():
+            model(torch.ones(2, 48))
+        patch.undo()
+        found = train(world, model)
+    names = [(group.gather_transport.name, group.reduce_transport.name) for group in groups_of(model)]
+    assert ("p2p", "p2p") in names
+    assert (("hosts", "hosts") in names) == (slots == 1)
+    assert len(set(map(str, gather_objects(names, dist.group.WORLD)))) == 1, "all ranks do the same"
+    said = [each.message for each in caplog.records if "shared memory" in each.message]
+    assert len(said) == (world.rank == 0)
+    for one, other in zip(found, train(world, plain, alone=True), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -236,7 +236,7 @@ def test_too_little_memory_for_a_slot_says_what_to_do(world: World) -> None:
         ):
             transport.allocate(4096, torch.device("cpu"))
         patch.setattr("fullshard.buffer.shared_memory.Segment.reserve", refuse)
-        with pytest.raises(RuntimeError, match=r"no address space for 2 x 4096 bytes .*ulimit -v"):
+        with pytest.raises(RuntimeError, match=r"no address space for 2 x 4224 bytes .*ulimit -v"):
             transport.reserve_shared(4096)
 
 

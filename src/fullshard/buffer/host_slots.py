@@ -12,7 +12,6 @@ their use::
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from typing import cast
 
 import torch
 
@@ -22,6 +21,10 @@ from fullshard.device import Mark
 
 #: Makes a segment of so many bytes, and a private mapping of it, for all ranks of a host.
 ShareMemory = Callable[[int], tuple[Segment, Segment]]
+
+
+class NothingToShareError(RuntimeError):
+    """There is no memory for a slot, on one rank at least."""
 
 
 class HostSlot(Slot):
@@ -80,12 +83,13 @@ class HostSlotBuffer(SlotBuffer):
 
     def take(self) -> Mark:
         ready = super().take()
-        cast(HostSlot, self.slot).begin_use()
+        if isinstance(self.slot, HostSlot):
+            self.slot.begin_use()
         return ready
 
     def give_back(self, released: Mark | None = None) -> None:
-        if self.in_use:
-            cast(HostSlot, self.slot).end_use(self._is_poisoned)
+        if self.in_use and isinstance(self.slot, HostSlot):
+            self.slot.end_use(self._is_poisoned)
             self._is_poisoned = False
         super().give_back(released)
 

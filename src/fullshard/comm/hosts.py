@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -29,13 +28,13 @@ import torch
 import torch.distributed as dist
 
 from fullshard import platforms
-from fullshard.buffer.host_slots import HostSlot, HostSlotPool
+from fullshard.buffer.host_slots import HostSlot, HostSlotPool, NothingToShareError
 from fullshard.buffer.plan import BufferPlan, Cut, Piece, Share
-from fullshard.buffer.shared_memory import LINE, PRIVATE, ROUND, Address, Counters, Segment
+from fullshard.buffer.shared_memory import LINE, ROUND, Counters, Segment
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.local_ranks import LocalRanks, find_local_ranks
 from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.shm import PendingSharedReduction, SharedReduceRoute, ShmTransport, no_memory, shifts_of
+from fullshard.comm.shm import PendingSharedReduction, SharedReduceRoute, ShmTransport, address_space, shifts_of
 from fullshard.comm.sums import SUM_DTYPES
 from fullshard.comm.transport import PLAIN_SUM, Peers, Reduction, Request, Route, Shards, Transfer
 from fullshard.comm.waits import named
@@ -44,8 +43,8 @@ from fullshard.torch_private import CAN_SWAP_MEMORY, foreach_copy
 
 _AHEAD = 64  # events that a rank may be ahead of the slowest one of its host
 #: Integers that say what a rank does: the number of the event, its kind, the tag of a group or -1, and a slot or the
-#: bytes of a new one, whose address follows.
-_EVENT = 8
+#: bytes of a new one.
+_EVENT = 4
 _KINDS = "makes a slot", "gathers", "waits for"
 _NEW_SLOT, _GATHER, _WAIT = range(3)
 
@@ -100,23 +99,22 @@ class HostsTransport(ShmTransport):
         shares = self.address_of(transfer.full for transfer in transfers) is not None
         return HostsSumRoute(self, Request("reduce", transfers, process_group, tag)) if shares else None
 
-    def begin(self, kind: int, tag: int, *what: int) -> int:
+    def begin(self, kind: int, tag: int, what: int) -> int:
         """Tell the other ranks of this host what this one begins; returns its number."""
         number = self.begun.value + 1
         self.local_ranks.wait(self.begun, number - _AHEAD, "a gather, to be begun by the slowest rank")
         at = number % _AHEAD * _EVENT
-        self.events[self.local_ranks.rank][at : at + 3 + len(what)] = [number, kind, tag, *what]
+        self.events[self.local_ranks.rank][at : at + _EVENT] = [number, kind, tag, what]
         self.begun.set(number)
         return number
 
-    def compare(self, number: int) -> Sequence[int]:
-        """Wait until the others have begun the same; returns what the first rank has said beside it. Raises
-        RuntimeError if a rank does something else."""
+    def compare(self, number: int) -> None:
+        """Wait until the others have begun the same. Raises RuntimeError if a rank does something else."""
         at, here, ranks = number % _AHEAD * _EVENT, self.local_ranks.rank, self.local_ranks.global_ranks
-        mine = self.events[here][at : at + 4]
+        mine = self.events[here][at : at + _EVENT]
         self.local_ranks.wait(self.begun, number, "a gather, to be begun", mine[2])
         for rank, events in enumerate(self.events):
-            theirs = events[at : at + 4]
+            theirs = events[at : at + _EVENT]
             is_over = theirs[0] > number and theirs[0] // ROUND == number // ROUND  # all have begun it, if so
             if theirs != mine and not is_over:
                 one, other = (f"{_KINDS[kind]} {named(tag) if tag >= 0 else ''}" for _, kind, tag, _ in (mine, theirs))
@@ -125,20 +123,14 @@ class HostsTransport(ShmTransport):
                     f"on the same host, or has given up after an error: all ranks must run the same sharded modules in "
                     f"the same order, free buffers together, and call reset_iter_state() together after an error"
                 )
-        return self.events[0][at + 4 : at + _EVENT]
 
     def _share(self, nbytes: int) -> tuple[Segment, Segment]:
-        """Memory for a slot of this host, which its first rank makes."""
-        made = None
-        with suppress(OSError):
-            made = Segment.create(nbytes) if self.local_ranks.rank == 0 else None
-        number = self.begin(_NEW_SLOT, -1, nbytes, *(made.address[:3] if made is not None else (0, 0, 0)))
-        pid, fd, inode, *_ = self.compare(number)
-        try:
-            made = made or Segment.open(Address(pid, fd, inode, nbytes))
-            return made, Segment.open(made.address, PRIVATE)
-        except OSError as error:
-            raise no_memory(nbytes, "parameters", error) from error
+        """Memory for a slot of this host. All ranks raise NothingToShareError if one of them has none."""
+        self.compare(self.begin(_NEW_SLOT, -1, nbytes))
+        segment, view = address_space(nbytes)
+        if not self.local_ranks.map_together(segment, view):
+            raise NothingToShareError(f"no {nbytes} bytes of shared memory for parameters")
+        return segment, view
 
     def reset(self) -> None:
         super().reset()

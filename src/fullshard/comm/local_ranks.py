@@ -6,6 +6,7 @@ the barrier between passes. Others decide what is shared.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
@@ -21,6 +22,7 @@ from fullshard.comm.waits import WAITS, PeerFailureError, Wait, describe_with_po
 from fullshard.platforms import host_id, linux, ready, watched
 from fullshard.torch_private import timeout_of
 
+_log = logging.getLogger("fullshard")
 #: Seconds for which a wait only looks, and then gives the processor to others between looks, before it sleeps. The
 #: first is about what a wake-up costs; ranks that wait for longer leave their core to threads that compute.
 _LOOK, _YIELD = 20e-6, 2e-3
@@ -47,6 +49,7 @@ class LocalRanks:
         self._looks = _LOOK if self.size <= (os.cpu_count() or 1) else 0.0
         self._timeout = timeout_of(process_group)
         self._rank_of: dict[int, int] = {}
+        self._has_told = False  # that something could not be shared
         for rank, pid in enumerate(self.pids):
             if rank != self.rank:
                 self._rank_of[file := watched(pid)] = rank
@@ -59,10 +62,12 @@ class LocalRanks:
         ``segment`` is there for all afterwards, and ``view`` shows the same, and writes to it to this rank alone.
         ``None`` is for a rank that has nothing yet. Returns whether all ranks could; if not, nothing has changed.
         """
-        common = look = None
+        common, look, why = None, None, ""
         nbytes, process_group = segment.address.nbytes if segment is not None else 0, self.process_group()
-        with suppress(OSError):
+        try:
             common = Segment.create(nbytes) if self.rank == 0 and nbytes else None
+        except OSError as error:
+            why = str(error)
         mine = nbytes, common.address if common is not None else None
         said: list[tuple[int, Address | None]] = gather_objects(mine, process_group)
         first, address = said[self.members[0]]
@@ -73,17 +78,30 @@ class LocalRanks:
                     f"{self.global_ranks[0]} needs {first}: build the same model on all ranks, on the meta device "
                     f"on all or none of them, or set FULLSHARD_TRANSPORT=p2p"
                 )
-        with suppress(OSError):
+        try:
             if address is not None:
                 common = common or Segment.open(address)
                 look = Segment.open(address, PRIVATE)
-        everyone = all(gather_objects(look is not None, process_group))
-        if segment is None or common is None or look is None or not everyone:
+        except OSError as error:
+            why = str(error)
+        every: list[str] = gather_objects(why, process_group)
+        if failed := [(rank, each) for rank, each in enumerate(every) if each]:
+            self._tell(nbytes, *failed[0])
+        if segment is None or common is None or look is None or failed:
             return False
         segment.become(common)
         if view is not None:
             view.become(look)
         return True
+
+    def _tell(self, nbytes: int, rank: int, why: str) -> None:
+        """Say once what cannot be shared."""
+        if not self._has_told and dist.get_rank() == 0:
+            _log.warning(
+                f"rank {rank} has no {nbytes} bytes of shared memory for parameters ({why}): these, and all that find "
+                f"none, travel as messages, as with FULLSHARD_TRANSPORT=p2p"
+            )
+        self._has_told = True
 
     def wait(self, counters: Counters, value: int, doing: str, tag: int = -1) -> None:
         """Return when all the others have come to ``value``; ``doing`` and the ``tag`` of the exchange are for errors.

@@ -85,7 +85,10 @@ class ShmTransport(Transport):
         try:
             segment = Segment.create(nbytes)
         except OSError as error:
-            raise no_memory(nbytes, "gradients", error) from error
+            raise RuntimeError(
+                f"no {nbytes} bytes of shared memory for gradients ({error}): free memory or allow more open files, or "
+                f"set FULLSHARD_TRANSPORT=p2p"
+            ) from error
         memory = segment.tensor(0, nbytes, torch.uint8)
         self._slots[memory.data_ptr()] = segment.address
         weakref.finalize(segment.memory, self._forget, memory.data_ptr(), segment.file)
@@ -93,13 +96,7 @@ class ShmTransport(Transport):
 
     def reserve_shared(self, nbytes: int) -> SharedMemory:
         start = LINE * self.local_ranks.size
-        try:
-            segment, view = Segment.reserve(start + nbytes), Segment.reserve(start + nbytes)
-        except OSError as error:
-            raise RuntimeError(
-                f"no address space for 2 x {nbytes} bytes of parameters that ranks share ({error}): raise the limit "
-                f"of this process (ulimit -v), or set FULLSHARD_TRANSPORT=p2p"
-            ) from error
+        segment, view = address_space(start + nbytes)
         return SharedMemory(segment, view, start, PassBarrier(self.local_ranks, segment))
 
     def map_shared(self, memory: SharedMemory | None) -> bool:
@@ -354,11 +351,15 @@ class SharedSumRoute(SharedReduceRoute):
         return [(self._in_shard(piece), piece.of_full(fulls[piece.section][rank])) for rank, piece in others]
 
 
-def no_memory(nbytes: int, what: str, error: OSError) -> RuntimeError:
-    return RuntimeError(
-        f"no {nbytes} bytes of shared memory for {what} ({error}): free memory or allow more open files, or set "
-        f"FULLSHARD_TRANSPORT=p2p"
-    )
+def address_space(nbytes: int) -> tuple[Segment, Segment]:
+    """Where parameters that ranks share will lie, and a view of them."""
+    try:
+        return Segment.reserve(nbytes), Segment.reserve(nbytes)
+    except OSError as error:
+        raise RuntimeError(
+            f"no address space for 2 x {nbytes} bytes of parameters that ranks share ({error}): raise the limit "
+            f"of this process (ulimit -v), or set FULLSHARD_TRANSPORT=p2p"
+        ) from error
 
 
 def shifts_of(transfers: Iterable[Transfer]) -> list[list[int]]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from fullshard.buffer.host_slots import NothingToShareError
 from fullshard.comm.transport import Transport
 from fullshard.group.comm_context import CommContext
 from fullshard.group.context import GroupContext
@@ -105,7 +106,11 @@ class ParamGroup(GroupContext):
         if self.shard.has_meta:
             self.shard.refuse_meta()
         try:
-            full.gather()
+            try:
+                full.gather()
+            except NothingToShareError:
+                self.use_own_memory()
+                full.gather()
         except BaseException:
             self.module_params.show_sharded()
             raise
@@ -224,6 +229,13 @@ class ParamGroup(GroupContext):
         if not self.shard.map_shared():
             self.may_share = False
             self.rebuild()
+
+    def use_own_memory(self) -> None:
+        """Gather and reduce by messages from now on: what ranks could share has no memory."""
+        self.may_share = False
+        self.gather_transport = self.transport.private
+        self.use_transport(reduce=self.transport.private)
+        self.full.use_pool()
 
     def use_comm_context(self, comm: CommContext) -> None:
         """From now on share lanes, the limit on reductions, and memory with other groups."""
