@@ -5,7 +5,10 @@ are namespaces on this machine with a network between them, which takes root::
 
     python -m benchmarks.hosts --hosts 2 --ranks 4 --rate 1gbit
 
-*bytes* are those that the card of a host sends in a step (the host that sends most), in those of all parameters.
+*bytes* are those that the card of a host sends in a step (the host that sends most), in those of all parameters. With
+``--memory`` each trains in processes of its own instead, and *memory* is what the ranks of a host have beside shards,
+their gradients and what they had before, at the most, in the bytes of a block: what they share counts once. With
+``--exchange`` nobody trains: hosts exchange bytes, between one pair of ranks or between several.
 """
 
 from __future__ import annotations
@@ -30,22 +33,26 @@ from tests.hosts.hosts import INTERFACE, Hosts, HostsError
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.models import TINY, Work
+from benchmarks import resident
+from benchmarks.models import TINY, Block, Work
 from benchmarks.strategies import DDP, Options, Trainer
 from benchmarks.traffic import device_bytes
 from fullshard import WirePolicy
 
 FSDP2 = "FSDP2"
+HSDP = "HSDP"
 OPTIONS: Options = {
     "zero_stage=3": {},
     "zero_stage=0": {"zero_stage": 0},
     "zero_stage=3, int8": {"wire_policy": WirePolicy("int8", "int8")},
     "zero_stage=3, p2p": {},
+    HSDP: {},  # replicas on each host
 }
 _TRANSPORTS = {"zero_stage=3, p2p": "p2p"}  # of the others the default
 #: 25 M parameters and 16 tokens a rank: the time goes into moving parameters and gradients.
 WORK = Work("hosts", blocks=8, width=512, sequence=16, vocabulary=256)
 _WARM_UP, _COUNTED = 2, 2  # steps
+_EXCHANGED = 2**18, 6 * 2**20, 50 * 2**20  # bytes: less than a connection has under way, half of a block, much
 
 
 def run_on_hosts(hosts: int = 2, ranks: int = 1, rate: str = "") -> Callable[..., list[Any]]:
@@ -80,6 +87,10 @@ class _Trainer(Trainer):
 
     def shard(self, name: str, modules: list[nn.Module], options: Options) -> nn.Module:
         os.environ["FULLSHARD_TRANSPORT"] = _TRANSPORTS.get(name, "")
+        if name == HSDP:
+            ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+            mesh = init_device_mesh("cpu", (dist.get_world_size() // ranks, ranks), mesh_dim_names=("over", "inside"))
+            options = {name: {"mesh": mesh}}
         if name != FSDP2:
             return super().shard(name, modules, options)
         for module in modules:
@@ -104,6 +115,56 @@ def take_turns(work: Work, rounds: int, names: list[str]) -> dict[str, tuple[lis
     return found
 
 
+def most_held(work: Work, name: str) -> float:
+    """Bytes that this rank has at the most in a step, beside shards and their gradients."""
+    resident.return_what_is_freed()
+    _Trainer(DDP, TINY, "SGD", OPTIONS).step(0)  # what is loaded when it is first used
+    resident.settle()
+    before, most = _proportional_bytes(), 0
+    trainer = _Trainer(name, work, "SGD", OPTIONS)
+    resident.settle()
+
+    def look(*_: Any) -> None:
+        nonlocal most
+        most = max(most, _proportional_bytes())
+
+    for block in trainer.model.modules():
+        if isinstance(block, Block):
+            block.register_forward_hook(look)
+            block.register_full_backward_hook(look)
+    for number in range(_WARM_UP + _COUNTED):
+        trainer.step(number)
+    kept = 0 if name == DDP else dist.get_world_size()
+    return most - before - 2 * work.model_bytes / max(1, kept)
+
+
+def _proportional_bytes() -> int:
+    """Bytes that this process occupies, with its share of each page that others have too."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * int(text.partition("\nPss:")[2].split()[0])
+
+
+def exchange(nbytes: int, rounds: int) -> dict[int, float]:
+    """Seconds in which two hosts exchange so many bytes in each direction, by the pairs of ranks that share it."""
+    rank, ranks = dist.get_rank(), dist.get_world_size() // 2
+    found = {}
+    for pairs in [1 << at for at in range(ranks.bit_length())]:
+        sent, seconds = torch.ones(nbytes // 4 // pairs), []
+        received = torch.empty_like(sent)
+        for _ in range(_WARM_UP + rounds):
+            dist.barrier()
+            begin = time.perf_counter()
+            if rank % ranks < pairs:
+                other = (rank + ranks) % (2 * ranks)
+                for work in [dist.isend(sent, other), dist.irecv(received, other)]:
+                    assert work is not None
+                    work.wait()
+            dist.barrier()
+            seconds.append(time.perf_counter() - begin)
+        found[pairs] = median(seconds[_WARM_UP:])
+    return found
+
+
 def _sent() -> int:
     """Bytes that the card of this host has sent so far, when nobody sends any more."""
     dist.barrier()
@@ -121,6 +182,8 @@ def main() -> None:
     parser.add_argument("--rate", default="", help="of the network between them: 1gbit (none: as fast as it can)")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", nargs="+", choices=[DDP, FSDP2, *OPTIONS], help="some of the contenders")
+    parser.add_argument("--memory", action="store_true", help="measure memory instead")
+    parser.add_argument("--exchange", action="store_true", help="exchange bytes between two hosts instead")
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -128,16 +191,26 @@ def main() -> None:
         _run_rank(given.folder)
         return
     names, work = given.only or [DDP, FSDP2, *OPTIONS], replace(TINY, vocabulary=256) if given.quick else WORK
-    try:
-        ranks = run_on_hosts(given.hosts, given.ranks, given.rate)(
-            take_turns, given.hosts * given.ranks, work, given.rounds, names
-        )
-    except HostsError as error:
-        sys.exit(f"no hosts to measure between: {error}")
-    walls = {name: [max(each) for each in zip(*(rank[name][0] for rank in ranks), strict=True)] for name in names}
+    run, size = run_on_hosts(given.hosts, given.ranks, given.rate), given.hosts * given.ranks
     print(
         f"{given.hosts} hosts of {given.ranks} ranks, {given.rate or 'no limit'} between them, {os.cpu_count()} cores"
     )
+    try:
+        if given.exchange:
+            for nbytes in _EXCHANGED:
+                every = run(exchange, size, nbytes, given.rounds)
+                times = [f"{pairs} pairs {1000 * max(rank[pairs] for rank in every):.1f} ms" for pairs in every[0]]
+                print(f"{nbytes / 2**20:g} MiB: {', '.join(times)}")
+            return
+        if given.memory:
+            for name in names:
+                held = sum(run(most_held, size, work, name)) / given.hosts
+                print(f"{name:<22}{held / work.block_bytes:>8.1f} blocks a host")
+            return
+        ranks = run(take_turns, size, work, given.rounds, names)
+    except HostsError as error:
+        sys.exit(f"no hosts to measure between: {error}")
+    walls = {name: [max(each) for each in zip(*(rank[name][0] for rank in ranks), strict=True)] for name in names}
     print(f"{'':<22}{'bytes':>8}{'ms':>8}{'/ DDP':>8}{'/ FSDP2':>8}")
     for name in names:
         sent = max(rank[name][1] for rank in ranks) / work.model_bytes
