@@ -20,7 +20,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -38,6 +38,7 @@ from benchmarks.models import TINY, Block, Work
 from benchmarks.strategies import DDP, Options, Trainer
 from benchmarks.traffic import device_bytes
 from fullshard import WirePolicy
+from fullshard.report.pictures import BLUE, ORANGE, VERMILION
 
 FSDP2 = "FSDP2"
 HSDP = "HSDP"
@@ -47,6 +48,12 @@ OPTIONS: Options = {
     "zero_stage=3, int8": {"wire_policy": WirePolicy("int8", "int8")},
     "zero_stage=3, p2p": {},
     HSDP: {},  # replicas on each host
+}
+_LOOKS = {
+    FSDP2: ("s--", BLUE),
+    DDP: ("d:", "#999999"),
+    "zero_stage=3": ("o-", ORANGE),
+    "zero_stage=0": ("v-.", VERMILION),
 }
 _TRANSPORTS = {"zero_stage=3, p2p": "p2p"}  # of the others the default
 #: 25 M parameters and 16 tokens a rank: the time goes into moving parameters and gradients.
@@ -165,6 +172,25 @@ def exchange(nbytes: int, rounds: int) -> dict[int, float]:
     return found
 
 
+def draw(sent: Mapping[str, Mapping[int, float]], hosts: int, file: Path) -> None:
+    """A picture of the bytes that a card sends: by contender and number of ranks, in those of all parameters."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(6, 3.4))
+    for name, (line, color) in _LOOKS.items():
+        axis.plot([*sent[name]], [*sent[name].values()], line, color=color, label=name, linewidth=2)
+    axis.set(xlabel="ranks on each host", ylabel="bytes / those of all parameters", ylim=(0, None))
+    axis.set_xticks([*sent[FSDP2]])
+    axis.set_title(f"What the network card of a host sends in a step, {hosts} hosts", fontsize=11)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, bbox_to_anchor=(1, 0.5), loc="center left")
+    figure.savefig(file, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
 def _sent() -> int:
     """Bytes that the card of this host has sent so far, when nobody sends any more."""
     dist.barrier()
@@ -182,6 +208,7 @@ def main() -> None:
     parser.add_argument("--rate", default="", help="of the network between them: 1gbit (none: as fast as it can)")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", nargs="+", choices=[DDP, FSDP2, *OPTIONS], help="some of the contenders")
+    parser.add_argument("--picture", type=Path, help="draw bytes for 1 to --ranks ranks on each host into this file")
     parser.add_argument("--memory", action="store_true", help="measure memory instead")
     parser.add_argument("--exchange", action="store_true", help="exchange bytes between two hosts instead")
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
@@ -196,6 +223,15 @@ def main() -> None:
         f"{given.hosts} hosts of {given.ranks} ranks, {given.rate or 'no limit'} between them, {os.cpu_count()} cores"
     )
     try:
+        if given.picture:
+            counts = [1 << at for at in range(given.ranks.bit_length())]
+            drawn: dict[str, dict[int, float]] = {name: {} for name in _LOOKS}
+            for count in counts:
+                every = run_on_hosts(given.hosts, count, given.rate)(take_turns, given.hosts * count, work, 0, [*drawn])
+                for name in drawn:
+                    drawn[name][count] = max(rank[name][1] for rank in every) / work.model_bytes
+            draw(drawn, given.hosts, given.picture)
+            return
         if given.exchange:
             for nbytes in _EXCHANGED:
                 every = run(exchange, size, nbytes, given.rounds)
