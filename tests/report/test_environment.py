@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fullshard.comm.backends import BACKENDS
 from fullshard.device import META
 from fullshard.report import environment
-from fullshard.report.environment import Facts, _judge_pairs, _settings, _threads
+from fullshard.report.environment import Facts, _judge, _settings, _threads
 from tests.harness import World, ranks
 
 
@@ -50,24 +50,40 @@ def pairs_of(count: int, slow: tuple[tuple[int, int], ...] = ()) -> dict[tuple[i
 
 
 def test_the_medians_of_pairs_are_told_with_their_units() -> None:
-    (check,) = _judge_pairs(pairs_of(6), 6)
+    (check,) = _judge(pairs_of(6), [fact(rank) for rank in range(6)])
     assert check.result == "ok"
     assert check.text.splitlines()[0] == (
         "All pairs of ranks reach each other: in the median in 100 us and by 2.00 GB/s."
     )
-    (check,) = _judge_pairs(pairs_of(6), 60)
+    (check,) = _judge(pairs_of(6), [fact(rank) for rank in range(60)])
     assert check.text.startswith("15 of 1770 pairs of ranks reach each other: ")
 
 
 def test_slow_pairs_are_told_the_slowest_first_and_one_rank_is_blamed_for_several_alone() -> None:
-    (check,) = _judge_pairs(pairs_of(6, ((0, 1),)), 6)
+    every = [fact(rank) for rank in range(6)]
+    (check,) = _judge(pairs_of(6, ((0, 1),)), every)
     assert "the slowest first: 0 and 1 (100 us, 0.10 GB/s)." in check.text
     assert check.advice == "Check their hosts and network."
-    (check,) = _judge_pairs(pairs_of(6, ((0, 1), (2, 3))), 6)
+    (check,) = _judge(pairs_of(6, ((0, 1), (2, 3))), every)
     assert "the slowest first: 2 and 3 (100 us, 0.05 GB/s); 0 and 1 (100 us, 0.10 GB/s)." in check.text
     assert check.advice == "Check their hosts and network."
-    (check,) = _judge_pairs(pairs_of(6, ((0, 1), (1, 3))), 6)
+    (check,) = _judge(pairs_of(6, ((0, 1), (1, 3))), every)
     assert check.advice == "Check the host and the network of rank 1."
+
+
+def test_pairs_of_a_host_are_compared_with_each_other_and_so_are_those_between_hosts() -> None:
+    """Between hosts is slower, as a rule: that is nobody's fault."""
+    hosts = "aabb"
+    every = [fact(rank, host=host) for rank, host in enumerate(hosts)]
+    apart = {(a, b): (1e-3, 1e8) for a in range(4) for b in range(a + 1, 4) if hosts[a] != hosts[b]}
+    between, inside = _judge(pairs_of(4) | apart, every)
+    assert between.result == inside.result == "ok"
+    said, _, matrix = between.text.partition("\n")
+    assert said == "All pairs of ranks on different hosts reach each other: in the median in 1 ms and by 0.10 GB/s."
+    assert (matrix.count("2.00"), matrix.count("0.10")) == (2 * 2, 2 * 4)
+    assert inside.text == "All pairs of ranks of a host reach each other: in the median in 100 us and by 2.00 GB/s."
+    between, _ = _judge(pairs_of(4) | apart | {(1, 2): (1e-3, 1e7)}, every)
+    assert between.text.startswith("1 pairs of ranks on different hosts are slower than the others, the slowest")
 
 
 @ranks(2)
@@ -75,5 +91,5 @@ def test_messages_of_gloo_come_from_the_host(world: World, monkeypatch: pytest.M
     """It reads the address of a device's tensor as one of the host, which ends the process."""
     monkeypatch.setattr(environment, "backend_of", lambda group, device: BACKENDS["gloo"])
     assert dist.group.WORLD is not None
-    (check,) = environment._pairs(dist.group.WORLD, META, [0, 1])
+    (check,) = environment._pairs(dist.group.WORLD, META, [fact(rank) for rank in range(2)])
     assert check.result == "ok"

@@ -13,7 +13,8 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 from textwrap import indent
@@ -166,7 +167,7 @@ def check_environment(process_group: dist.ProcessGroup, device_type: str) -> lis
         return [*checks, Check("process group", "error", text, f"Initialize it with a backend for {device_type}.")]
     checks.append(Check("process group", "ok", f"{len(every)} ranks communicate by {backend}."))
     checks.append(_transport(process_group, device, every))
-    checks += _pairs(process_group, device, [fact.rank for fact in every])
+    checks += _pairs(process_group, device, every)
     return checks
 
 
@@ -337,7 +338,7 @@ def _rounds(size: int) -> Iterator[list[tuple[int, int]]]:
         seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
-def _pairs(process_group: dist.ProcessGroup, device: torch.device, ranks: Sequence[int]) -> list[Check]:
+def _pairs(process_group: dist.ProcessGroup, device: torch.device, every: Sequence[Facts]) -> list[Check]:
     """Measures messages between pairs of ranks. The pairs of a round run at the same time."""
     me, size = process_group.rank(), process_group.size()
     if size == 1:
@@ -357,7 +358,20 @@ def _pairs(process_group: dist.ProcessGroup, device: torch.device, ranks: Sequen
     found: dict[tuple[int, int], tuple[float, float]] = {}
     for each in gather_objects(mine, process_group):
         found |= {pair: times for pair, times in each.items() if pair not in found}
-    return _judge_pairs({(ranks[a], ranks[b]): times for (a, b), times in found.items()}, size)
+    return _judge(found, every)
+
+
+def _judge(found: dict[tuple[int, int], tuple[float, float]], every: Sequence[Facts]) -> list[Check]:
+    """Compares the pairs of ranks of one host, and those of different hosts."""
+    by_kind: dict[bool, dict[tuple[int, int], tuple[float, float]]] = {True: {}, False: {}}
+    for (a, b), times in found.items():
+        by_kind[every[a].host != every[b].host][every[a].rank, every[b].rank] = times
+    counts = Counter(one.host != other.host for one, other in combinations(every, 2))
+    where = {True: "on different hosts ", False: "of a host "} if len(counts) > 1 else {}
+    kinds = [(kind, pairs) for kind, pairs in by_kind.items() if pairs]
+    checks = [_judge_pairs(some, counts[kind], where.get(kind, "")) for kind, some in kinds]
+    matrix = _matrix({pair: times for each in by_kind.values() for pair, times in each.items()})
+    return [replace(checks[0], text=checks[0].text + matrix), *checks[1:]]
 
 
 def _times(
@@ -379,29 +393,28 @@ def _times(
     return found
 
 
-def _judge_pairs(found: dict[tuple[int, int], tuple[float, float]], size: int) -> list[Check]:
-    """Checks the latencies (in seconds) and bandwidths (in bytes each second) of pairs of ranks."""
+def _judge_pairs(found: dict[tuple[int, int], tuple[float, float]], every: int, where: str) -> Check:
+    """Checks the latencies (in seconds) and bandwidths (in bytes each second) of pairs of ranks, of ``every`` ones."""
     latency, bandwidth = (median(times[index] for times in found.values()) for index in (0, 1))
-    every = size * (size - 1) // 2
     which = "All pairs" if len(found) == every else f"{len(found)} of {every} pairs"
-    text = f"{which} of ranks reach each other: in the median in {seconds_text(latency)} and by "
-    text += f"{bandwidth / 1e9:.2f} GB/s.{_matrix(found, size)}"
+    text = f"{which} of ranks {where}reach each other: in the median in {seconds_text(latency)} and by "
+    text += f"{bandwidth / 1e9:.2f} GB/s."
     slow = [pair for pair, t in found.items() if t[1] * _SLOW < bandwidth or t[0] > max(_FINE, _SLOW * latency)]
     if not slow:
-        return [Check("network", "ok", text)]
+        return Check("network", "ok", text)
     slow.sort(key=lambda pair: found[pair][1])
     often, count = Counter(rank for pair in slow for rank in pair).most_common(1)[0]
     named = [f"{a} and {b} ({seconds_text(found[a, b][0])}, {found[a, b][1] / 1e9:.2f} GB/s)" for a, b in slow[:3]]
     advice = f"Check the host and the network of rank {often}." if count > 1 else "Check their hosts and network."
-    slow_text = f"{len(slow)} pairs of ranks are slower than the others, the slowest first: {'; '.join(named)}. {text}"
-    return [Check("network", "warning", slow_text, advice)]
+    slow_text = f"{len(slow)} pairs of ranks {where}are slower than the others, the slowest first: {'; '.join(named)}."
+    return Check("network", "warning", f"{slow_text} {text}", advice)
 
 
-def _matrix(found: dict[tuple[int, int], tuple[float, float]], size: int) -> str:
+def _matrix(found: dict[tuple[int, int], tuple[float, float]]) -> str:
     """The bandwidths of all pairs as a matrix, if there are few ranks."""
-    if not 2 < size <= _MATRIX:
-        return ""
     ranks = sorted({rank for pair in found for rank in pair})
+    if not 2 < len(ranks) <= _MATRIX:
+        return ""
     speeds = {pair: f"{bandwidth / 1e9:.2f}" for pair, (_, bandwidth) in found.items()}
     rows = [[str(a), *(speeds.get((min(a, b), max(a, b)), "-") for b in ranks)] for a in ranks]
     return "\n" + indent(table(["GB/s", *map(str, ranks)], rows), "  ")
