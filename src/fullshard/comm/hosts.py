@@ -77,6 +77,7 @@ class HostsTransport(ShmTransport):
         self.events = [control.numbers(start, _EVENT * _AHEAD) for start in starts]
         counts = " and ".join(map(str, sorted({len(host) for host in local_ranks.hosts})))
         self.why = f"they run on {len(local_ranks.hosts)} hosts, on each of which {counts} share memory"
+        self.reduce_kind, self.sum_kind = HostsReduceRoute, HostsSumRoute
         self.host_slots: weakref.WeakValueDictionary[int, HostSlot] = weakref.WeakValueDictionary()
 
     @classmethod
@@ -89,15 +90,8 @@ class HostsTransport(ShmTransport):
         return HostSlotPool(device, self._share, self.host_slots, self.local_ranks.rank, self.local_ranks.size)
 
     def _route(self, request: Request) -> Route:
-        if request.direction == "gather":
-            is_shared = request.transfers[0].full.untyped_storage().data_ptr() in self.host_slots
-            return HostsGatherRoute(self, request) if is_shared else self.private._route(request)
-        shares = self.address_of(transfer.full for transfer in request.transfers) is not None
-        return HostsReduceRoute(self, request) if shares else self.private._route(request)
-
-    def sum_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route | None:
-        shares = self.address_of(transfer.full for transfer in transfers) is not None
-        return HostsSumRoute(self, Request("reduce", transfers, process_group, tag)) if shares else None
+        is_in_slot = request.transfers[0].full.untyped_storage().data_ptr() in self.host_slots
+        return HostsGatherRoute(self, request) if is_in_slot else super()._route(request)
 
     def begin(self, kind: int, tag: int, what: int) -> int:
         """Tell the other ranks of this host what this one begins; returns its number."""
@@ -180,8 +174,6 @@ class HostsGatherRoute:
 
 class HostsReduceRoute(SharedReduceRoute):
     """Adds up, in the slots of a host, what this rank sends or keeps, in place. Then hosts exchange these sums."""
-
-    exchanges = True
 
     def __init__(self, transport: HostsTransport, request: Request) -> None:
         in_place = [Transfer(plan, full, full) for plan, full, _ in request.transfers]

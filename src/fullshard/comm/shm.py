@@ -47,6 +47,8 @@ class ShmTransport(Transport):
     """Reduces in memory that ranks share, which all map ``control``, and moves the rest by ``messages``."""
 
     name = "shm"
+    reduce_kind: type[SharedReduceRoute]
+    sum_kind: type[SharedReduceRoute]
     why = "all of them share a host"
     gradient_buffers = 2
     adds_in_fp32 = True
@@ -67,6 +69,7 @@ class ShmTransport(Transport):
         self._purged = [0] * size
         self.routes: weakref.WeakSet[SharedReduceRoute] = weakref.WeakSet()
         self.scratch = Lease(torch.empty(2 * BLOCK * 8, dtype=torch.uint8, device="cpu"))
+        self.reduce_kind, self.sum_kind = SharedReduceRoute, SharedSumRoute
 
     @classmethod
     def simulated(cls, messages: PointToPointTransport) -> ShmTransport:
@@ -109,12 +112,12 @@ class ShmTransport(Transport):
         fulls = [transfer.full for transfer in request.transfers]
         if request.direction == "gather" or self.address_of(fulls) is None:
             return self.private._route(request)
-        return SharedReduceRoute(self, request)
+        return self.reduce_kind(self, request)
 
     def sum_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route | None:
         if self.address_of([transfer.full for transfer in transfers]) is None:
             return None
-        return SharedSumRoute(self, Request("reduce", transfers, process_group, tag))
+        return self.sum_kind(self, Request("reduce", transfers, process_group, tag))
 
     def reset(self) -> None:
         self.under_way.clear()
@@ -140,8 +143,7 @@ class ShmTransport(Transport):
             slots = tuple(self._slot_of(rank, reading) for rank in range(self.local_ranks.size))
             reading.route.add_up(slots, reading)
             self.done.set(reading.number)
-            if reading.route.exchanges:
-                reading.exchange = reading.route.exchange(reading)
+            reading.exchange = reading.route.exchange(reading)
             reading.shards = ()  # they are gradients now: the mark by which the slot is taken again must not keep them
 
     def _slot_of(self, rank: int, reading: PendingSharedReduction) -> Segment | None:
@@ -226,7 +228,6 @@ class SharedReduceRoute(PieceRoute):
     """The parts of some buffers that this rank adds up."""
 
     staging = sent = 0
-    exchanges = False  # whether an exchange with other hosts follows
     _beside = 0  # the last sections, whose values of this rank are not in its slot but in its shards
 
     def __init__(self, transport: ShmTransport, request: Request) -> None:
@@ -261,8 +262,8 @@ class SharedReduceRoute(PieceRoute):
             total.write(reading.shards, reading.divisor)
 
     def exchange(self, reading: PendingSharedReduction) -> Pending:
-        """Start what follows, when this rank has read the slots of the others."""
-        raise NotImplementedError
+        """Start what follows, when this rank has read the slots of the others: nothing."""
+        return Done()
 
     @torch.inference_mode(False)
     def bind(self, slots: tuple[Segment | None, ...]) -> tuple[list[Sum], list[tuple[Piece, torch.Tensor]]]:
