@@ -200,6 +200,7 @@ class FSDPModule:
         expect(max_input_buffers > 0, "max_input_buffers", max_input_buffers, "a positive int", ValueError)
         for group in groups_in(self, recurse):
             group.options.max_gradient_buffers = max_input_buffers
+            group.gradients.forget_layout()
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call ``hook`` with each reduced output (1-D, in the reduce dtype), after the all-reduce if there is one.

@@ -193,14 +193,14 @@ class GradientBuffer:
         nbytes: bytes to copy, by parameter (0: zero-copy); empty if gradients may wait without bound. Otherwise at most
             ``most_waiting`` bytes wait.
         leaves: leaves whose gradients are taken as they are, by parameter.
+        most: how many such buffers of all groups may be in use at once.
         is_open: whether it takes gradients; while a reduction reads it, it does not.
     """
 
     def __init__(
         self, group: GroupContext, dtypes_of: GradientDtypes, trainable: tuple[bool, ...], keeps_whole: bool
     ) -> None:
-        self._group, self.keeps_whole = group, keeps_whole
-        self._most, self.is_alone = group.gradient_buffers, group.is_alone(group.reduce_transport)
+        self._group, self.most, self.is_alone = group, group.gradient_buffers, group.is_alone(group.reduce_transport)
         self.sections, dtypes = dtypes_of.sections(trainable, keeps_whole and group.keeps_whole)
         pool = group.gradient_pool
         self.slot = SlotBuffer(pool, full_bytes(self.sections, dtypes))
@@ -232,16 +232,10 @@ class GradientBuffer:
         ]
         self.close()
 
-    @property
-    def most(self) -> int:
-        """How many such buffers of all groups may be in use at once."""
-        return self._group.options.max_gradient_buffers or self._most
-
     def take(self) -> None:
         """Get memory to write to, once few enough reductions read theirs."""
         # Modules of one group may run at different times. Then an earlier reduction may still read this buffer.
-        most = self._group.options.max_gradient_buffers or self._most
-        self._group.comm.reductions.wait_for_oldest(0 if self.slot.in_use else most - 1, most)
+        self._group.comm.reductions.wait_for_oldest(0 if self.slot.in_use else self.most - 1, self.most)
         if (ready := self.slot.take()) is not PASSED:
             ready.wait()
         self.is_open = True
