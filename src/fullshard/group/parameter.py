@@ -112,8 +112,6 @@ class ShardedParameter:
 
     run: tuple[int, int] | None = None
     layout: tuple[str, int] = DEFAULT_LAYOUT  # of parameters of this kind; and to how many elements they are aligned
-    owns_storage = True  # whether its chunk has a storage of its own, which a DTensor needs
-    has_grad_dtype = True  # whether its gradient has a dtype of its own; otherwise it has that of the computation
     stored_as: torch.dtype | None = None  # those of different ones lie in different sections
     _follows_hooks = False  # whether the leaf calls users' hooks on ``sharded``
 

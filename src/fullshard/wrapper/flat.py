@@ -118,8 +118,6 @@ class Fragment(ShardedParameter):
     """A parameter of which each rank holds one run of elements. ``flat_module`` shows a flat parameter in place of
     this fragment and others; ``None`` to show the fragment."""
 
-    owns_storage = has_grad_dtype = False
-
     def __init__(
         self,
         param: nn.Parameter,
