@@ -48,15 +48,10 @@ class GradientFeedback:
         self._was_loaded = False
         #: The same between replicas: where the last reduction of each parameter kept it.
         self.between_replicas: dict[int, torch.Tensor] = {}
-        self._delivered = -1  # the writes to the shard when reduced gradients came to ``param.grad`` last
-
-    @property
-    def has_lost(self) -> bool:
-        """Whether something may have been lost: the same on all ranks of the group."""
-        return self._lost is not None
+        self.delivered = -1  # the writes to the shard when reduced gradients came to ``param.grad`` last
 
     def tensors(self) -> list[torch.Tensor]:
-        """The memory that it takes."""
+        """The memory that it takes; none if nothing can have been lost, which is the same on all ranks of the group."""
         return [] if self._lost is None else [*self._lost_by_full.values(), *self._lost.zero_copy.values()]
 
     def scale(self, factor: float) -> None:
@@ -64,18 +59,14 @@ class GradientFeedback:
         for lost in (*self.tensors(), *self.between_replicas.values()):
             lost.mul_(factor) if factor else lost.zero_()
 
-    def note_delivery(self) -> None:
-        """Note that reduced gradients have come to ``param.grad``."""
-        self._delivered = self._group.writes
-
     def forget_given_up(self) -> None:
         """Forget what was lost of gradients that were reduced, and then cleared without a step of an optimizer."""
         is_counted = self._group.step.optimizer_steps > 0  # else users may step without an optimizer
-        if is_counted and self._delivered == self._group.writes:
+        if is_counted and self.delivered == self._group.writes:
             grads = (param.sharded.grad for param in self._group.params)
             if not any(grad is not None and bool(local_tensor(grad).any()) for grad in grads):
                 self.scale(0.0)
-                self._delivered = -1
+                self.delivered = -1
 
     def lay_out(self, buffer: GradientBuffer) -> None:
         """Use the layout of this buffer from now on."""

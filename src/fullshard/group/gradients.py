@@ -328,7 +328,7 @@ class Gradients:
         """What the next gradients lack, see :meth:`GradientFeedback.summed`. Ranks: all ranks of the group, between
         steps."""
         self.feedback.forget_given_up()
-        if not self.feedback.has_lost:
+        if not self.feedback.tensors():
             return self.feedback.summed(())
         if not self._arrived and self._module_params.trainable != self._trainable:
             self._lay_out()

@@ -352,7 +352,7 @@ class PendingReduction:
         for part, output in zip(self._parts, self._outputs, strict=True):
             grads += part.locals(output)
         if self._plan.encodes:
-            self._of.feedback.note_delivery()
+            self._of.feedback.delivered = group.writes
         if home is not None:
             grads = [each for each in grads if each[0] in home.parameters]
         is_final = not after_accumulation(group.sharded)  # otherwise optimizers may step now, from memory
