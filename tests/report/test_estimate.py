@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard.report.estimate import Hardware
 from fullshard.report.explain import Explanation, explain
+from fullshard.report.twins import Event
 
 WIDTH, TOKENS = 32, 10
 #: Multiplications and additions of one weight, for all tokens.
@@ -53,13 +54,13 @@ def hardware(**given: Any) -> Hardware:
 )
 def test_latency_grows_with_the_ranks_as_in_the_algorithm(algorithm: Any, transport: str, steps: int) -> None:
     given = hardware(latency=5e-6, algorithm=algorithm)
-    assert given.seconds(10**9, 1024, 1, transport) == pytest.approx(steps * 5e-6 + 1)
-    assert given.seconds(10**9, 1024, 1, transport, passes=2) == pytest.approx(2 * steps * 5e-6 + 1)
+    assert given.seconds(Event("gather", 0, 10**9, 1024), 1, transport) == pytest.approx(steps * 5e-6 + 1)
+    assert given.seconds(Event("all-reduce", 0, 10**9, 1024), 1, transport) == pytest.approx(2 * steps * 5e-6 + 1)
 
 
 def test_two_ranks_have_one_step_in_each_algorithm() -> None:
     for algorithm in ("ring", "tree"):
-        assert hardware(latency=1.0, algorithm=algorithm).seconds(0, 2, 1, "collective") == 1
+        assert hardware(latency=1.0, algorithm=algorithm).seconds(Event("gather", 0, 0, 2), 1, "collective") == 1
 
 
 @pytest.mark.parametrize(
@@ -75,14 +76,44 @@ def test_two_ranks_have_one_step_in_each_algorithm() -> None:
 )
 def test_the_ranks_of_a_node_share_its_bandwidth(algorithm: Any, ranks: int, stride: int, bandwidth: float) -> None:
     given = hardware(algorithm=algorithm, node_bandwidth=0.4e9, ranks_per_node=8)
-    assert given.seconds(10**9, ranks, stride, "collective") == pytest.approx(1e9 / bandwidth)
+    exchange = Event("gather", 0, 10**9, ranks)
+    assert given.seconds(exchange, stride, "collective") == pytest.approx(1e9 / bandwidth)
     fast = hardware(algorithm=algorithm, node_bandwidth=1e12, ranks_per_node=8)
-    assert fast.seconds(10**9, ranks, stride, "collective") == 1, "no rank sends more than its own bandwidth"
+    assert fast.seconds(exchange, stride, "collective") == 1, "no rank sends more than its own bandwidth"
 
 
 def test_messages_to_other_nodes_share_its_bandwidth() -> None:
     given = hardware(node_bandwidth=0.4e9, ranks_per_node=8)
-    assert given.seconds(10**9, 64, 1, "p2p") == pytest.approx(8 * 56 / 63 / 0.4)
+    assert given.seconds(Event("gather", 0, 10**9, 64), 1, "p2p") == pytest.approx(8 * 56 / 63 / 0.4)
+
+
+def test_the_card_of_a_host_carries_what_its_ranks_send() -> None:
+    """The gathers of two hosts of four ranks: each host sends its half of the parameters to the other one."""
+
+    def build() -> nn.Module:
+        return fullshard.fully_shard(nn.Linear(1024, 1024, bias=False))
+
+    found = explain(build, ranks=8, hosts=2)
+    half = 4 * 1024 * 1024 // 2
+    estimate = found.estimate(bandwidth=1e15, node_bandwidth=1e6, peak_flops=1e15, latency=1e-3, tokens=1)
+    assert estimate.by_host == 2 * half, "its half is gathered, and half of the sums are the other host's"
+    assert estimate.exchanges == pytest.approx(2 * (half / 1e6 + 1e-3), rel=1e-4)
+    assert found.estimate(bandwidth=1e6, peak_flops=1e15, tokens=1).exchanges == pytest.approx(
+        (2 * half / 4 + 3 * half / 2) / 1e6
+    ), "each rank sends its quarter of the half twice, and reads its part of the gradients of three others"
+
+
+def test_a_step_takes_longer_on_more_hosts() -> None:
+    def build() -> nn.Module:
+        return fullshard.fully_shard(nn.Linear(1024, 1024, bias=False))
+
+    given = {"bandwidth": 1e10, "node_bandwidth": 1e8, "peak_flops": 1e12, "latency": 1e-4, "tokens": 1}
+    found = {hosts: explain(build, ranks=2 * hosts, hosts=hosts).estimate(**given) for hosts in (1, 2, 8, 64)}
+    assert found[1].by_host == 0
+    steps = [each.step for each in found.values()]
+    assert steps == sorted(steps)
+    whole = 4 * 1024 * 1024
+    assert found[64].by_host == pytest.approx(2 * whole * 63 / 64), "as much as all parameters, whatever their number"
 
 
 def hybrid() -> nn.Module:

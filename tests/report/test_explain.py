@@ -21,27 +21,46 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import cli
 from fullshard.buffer.slots import SHARED
+from fullshard.comm.process_group import gather_objects
 from fullshard.report.explain import Explanation, explain, fit_into
+from fullshard.report.meta_step import SHARED_BUFFERS
 from fullshard.schedule.unit import units_in
-from tests.harness import World, ranks
+from tests.harness import HOSTS, World, pretended_hosts, ranks
 from tests.report.cases import each_value
 
 WORK = Work("explained", blocks=4, width=256, sequence=4, vocabulary=64)
-TRANSPORTS = ("shm", "p2p", "collective")
+TRANSPORTS = ("shm", "hosts", "p2p", "collective")
+
+
+def built() -> nn.Module:
+    return WORK.build()
 
 
 def sharded(front_end: str, transport: str, **options: Any) -> nn.Module:
     os.environ |= {"FULLSHARD_TRANSPORT": transport, "FULLSHARD_CHECKS": "0"}  # ranks compare some bytes else
     model = WORK.build()
-    if front_end == "wrapper":
-        blocks = fullshard.wrap.ModuleWrapPolicy({Block})
-        return fullshard.FullyShardedDataParallel(model, auto_wrap_policy=blocks, **options)
-    return fullshard.fully_shard_blocks(model, **options)
+    with pretended_hosts(HOSTS if transport == "hosts" else ""):
+        if front_end == "wrapper":
+            blocks = fullshard.wrap.ModuleWrapPolicy({Block})
+            return fullshard.FullyShardedDataParallel(model, auto_wrap_policy=blocks, **options)
+        return fullshard.fully_shard_blocks(model, **options)
 
 
 def step(model: nn.Module, world: World, number: int) -> None:
     model.zero_grad()
     model(WORK.batch(world.rank, number)).sum().backward()
+
+
+def kept(explained: Explanation) -> int:
+    """The bytes that a rank keeps between steps, with all of what it has a share of."""
+    sharers = explained.groups[0].sharers
+    parts = [each for phase in explained.memory if phase.name == "between steps" for each in phase.parts]
+    parts = [each for each in parts if each not in explained.memory[0].parts]
+    return sum(count * size * (sharers if kind == SHARED_BUFFERS else 1) for kind, count, size in parts)
+
+
+def sent(explained: Explanation) -> int:
+    return sum(each.nbytes for each in explained.traffic if "shared memory" not in each.kind)
 
 
 def check(model: nn.Module, world: World) -> None:
@@ -53,10 +72,13 @@ def check(model: nn.Module, world: World) -> None:
     step(model, world, 1)
     with Traffic() as traffic:
         step(model, world, 2)
-    told = {each.kind: each for each in before.traffic}
-    assert sum(each.nbytes for kind, each in told.items() if "shared memory" not in kind) == round(traffic.asked)
-    phases = {phase.name: phase.nbytes for phase in before.memory}
-    assert phases["between steps"] - phases["at rest"] == model.free_buffers()  # type: ignore[operator]
+    assert sent(before) == round(traffic.asked)
+    local_ranks = getattr(units_in(model)[0].groups[0].transport, "local_ranks", None)
+    if before.groups[0].hosts:
+        asked = gather_objects(round(traffic.asked), dist.group.WORLD)
+        by_host = [each.by_host for each in before.traffic]
+        assert sum(by_host) == sum(asked[rank] for rank in local_ranks.members)
+    assert kept(before) == model.free_buffers()  # type: ignore[operator]
     after = explain(model)
     assert after.facts.is_recorded
     assert not before.facts.is_recorded
@@ -74,12 +96,12 @@ def test_a_small_group_at_the_end_keeps_no_memory_of_its_own(world: World, trans
     for layer in model:
         fullshard.fully_shard(layer, reshard_after_forward=True)
     fullshard.fully_shard(model)
-    phases = {phase.name: phase.nbytes for phase in explain(model).memory}
+    predicted = kept(explain(model))
     SHARED.drop()
     for _ in range(2):
         model(torch.ones(4, 64)).sum().backward()
         model.zero_grad()
-    assert phases["between steps"] - phases["at rest"] == model.free_buffers()
+    assert predicted == model.free_buffers()
 
 
 @ranks(2, 3)
@@ -101,6 +123,32 @@ def test_replicas_that_shard_again_send_and_keep_what_was_predicted(
 @pytest.mark.parametrize(("transport", "stage"), each_value(TRANSPORTS, [0, 1, 2]))
 def test_a_stage_sends_and_keeps_what_was_predicted(world: World, transport: str, stage: int) -> None:
     check(sharded("fully_shard", transport, zero_stage=stage), world)
+
+
+@ranks(4)
+@pytest.mark.parametrize("way", ["zero_stage 3", "zero_stage 0", "wires", "bf16"])
+def test_two_hosts_send_and_keep_what_was_predicted(world: World, way: str) -> None:
+    options: dict[str, Any] = {"zero_stage": 0 if way == "zero_stage 0" else 3}
+    options |= {"wire_policy": WIRE} if way == "wires" else {}
+    options |= {"mp_policy": LOW} if way == "bf16" else {}
+    model = sharded("fully_shard", "hosts", **options)
+    here = explain(model)
+    assert (here.hosts, here.groups[0].sharers) == (2, 2)
+    check(model, world)
+
+
+@ranks(4)
+def test_a_simulated_host_is_as_one_that_is_there(world: World) -> None:
+    there = json.loads(explain(sharded("fully_shard", "hosts")).to_json())
+    if world.rank == 0:
+        where = "tests.report.test_explain:built", "--ranks", "4", "--hosts", "2", "--json"
+        command = [sys.executable, "-m", "fullshard", "explain", *where]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 0, ended.stderr
+        found = json.loads(ended.stdout)
+        assert [found[each] for each in ("traffic", "memory", "hosts")] == [
+            there[each] for each in ("traffic", "memory", "hosts")
+        ]
 
 
 WIRE = fullshard.WirePolicy(gather="int8", reduce="int4", min_numel=1000)
@@ -129,13 +177,13 @@ def test_wires_send_and_keep_what_was_predicted(world: World, transport: str, st
     check(model, world)
     told, plain = explain(model), explain(sharded("fully_shard", transport, zero_stage=stage))
     assert sum(group.feedback for group in told.groups) == kept_feedback(model)
-    sent, exact = (sum(each.nbytes for each in each.traffic) for each in (told, plain))
+    encoded, exact = sent(told), sent(plain)
     line = "encoded: gathers in int8, reductions in int4 in blocks of 128, with error feedback"
     if transport == "shm":
-        assert (sent, kept_feedback(model)) == (exact, 0)
+        assert (encoded, kept_feedback(model)) == (0, 0)
         assert "encoded" not in str(told)
     else:
-        assert 0.13 * exact < sent < 0.27 * exact
+        assert encoded == exact == 0 or 0.13 * exact < encoded < 0.27 * exact, "two ranks are on one host"
         assert kept_feedback(model) > 0
         assert line in " ".join(str(told).split())
         assert "what encodings lost" in str(told)
@@ -200,18 +248,18 @@ def test_gradients_that_need_no_buffer_are_reduced_too(world: World, transport: 
         model.zero_grad()
         model(torch.ones(2, 1024)).sum().backward()
 
-    predicted = {each.kind: each for each in explain(model).traffic}
-    assert sum(each.count for kind, each in predicted.items() if kind.startswith("reduce")) == 3
+    predicted = explain(model)
+    reductions = [each for each in predicted.traffic if each.kind.startswith("reduce")]
+    assert {each.count for each in reductions} == {3}
     step()
     step()
     with Traffic() as traffic:
         step()
-    sent = sum(each.nbytes for kind, each in predicted.items() if "shared memory" not in kind)
-    assert sent == round(traffic.asked)
-    phases = {phase.name: phase.nbytes for phase in explain(model).memory}
+    assert sent(predicted) == round(traffic.asked)
+    predicted_bytes = kept(explain(model))
     SHARED.drop()
     if transport != "shm":
-        assert phases["between steps"] - phases["at rest"] == model.free_buffers()  # type: ignore[operator]
+        assert predicted_bytes == model.free_buffers()  # type: ignore[operator]
 
 
 @ranks(4)
@@ -276,6 +324,10 @@ def test_what_cannot_be_explained_is_refused_with_the_reason(monkeypatch: pytest
         explain(blocks(), ranks=4)
     with pytest.raises(TypeError, match="ranks="):
         explain(blocks)
+    with pytest.raises(ValueError, match="hosts=3 must divide ranks=4"):
+        explain(blocks, ranks=4, hosts=3)
+    with pytest.raises(TypeError, match="to plan for 2 hosts, give explain"):
+        explain(blocks(), hosts=2)
     with pytest.raises(ValueError, match="rank 4 is not one of 4"):
         explain(blocks, ranks=4, rank=4)
     with pytest.raises(TypeError, match="to plan for cuda, give explain\\(\\) the function"):

@@ -22,7 +22,8 @@ from fullshard.report.facts import OffloadedFacts, bytes_outside, facts_of
 from fullshard.report.meta_copy import on_meta
 from fullshard.report.meta_step import ExchangeTotal
 from fullshard.report.rank_trace import shares
-from fullshard.report.search import Search, _simulated
+from fullshard.report.search import Search
+from fullshard.report.simulated import simulated_job
 from fullshard.torch_private import simulated_world
 from tests.group.test_extension import Bf16Gathered
 from tests.harness import World, ranks
@@ -100,7 +101,7 @@ def test_tensors_outside_of_groups_count_once() -> None:
                 assert facts_of(fullshard.fully_shard(model)).outside == nbytes, how
     needed = []
     for how in ("parameters", "view of a parameter", "dict of lists"):
-        with _simulated(2, None):
+        with simulated_job(2, 0, 1):
             given = torch.ones(2, 64), ADAM, None, None, fullshard.MixedPrecisionPolicy(), {}
             needed.append(Search(Model(HELD[how][0]), *given).plan(2**30).needed - round(1.03 * HELD[how][1]))
     assert needed[1:] == pytest.approx([needed[0]] * 2, abs=16)

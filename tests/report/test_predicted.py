@@ -13,7 +13,8 @@ from fullshard.comm.select import NAMES, select_transport
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.report.explain import ADAM
 from fullshard.report.predicted import _EXCHANGES
-from fullshard.report.search import Search, _Choice, _simulated
+from fullshard.report.search import Search, _Choice
+from fullshard.report.simulated import simulated_job
 
 WORK = Work("combined", blocks=4, width=128, sequence=256, vocabulary=64)
 
@@ -21,7 +22,7 @@ WORK = Work("combined", blocks=4, width=128, sequence=256, vocabulary=64)
 @pytest.fixture(params=[*(pytest.param(name, marks=pytest.mark.slow) for name in ("shm", "collective")), "p2p"])
 def search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Search]:
     monkeypatch.setenv("FULLSHARD_TRANSPORT", request.param)
-    with _simulated(2, None):
+    with simulated_job(2, 0, 1):
         yield Search(WORK.build(), WORK.batch(0, 0), ADAM, None, None, MixedPrecisionPolicy(), {})
 
 
@@ -46,11 +47,11 @@ def test_a_combination_of_traces_is_a_trace(search: Search) -> None:
     assert search._need(_Choice(1)).most < need.most, "the state of the optimizer counts"
 
 
-def test_each_transport_has_assumed_figures_and_ranks_that_are_not_there_share_no_hosts(
+def test_each_transport_has_assumed_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert set(NAMES) <= _EXCHANGES.keys()
     monkeypatch.setenv("FULLSHARD_TRANSPORT", "hosts")
-    with _simulated(4, None):
+    with simulated_job(4, 0, 1):
         assert dist.group.WORLD is not None
-        assert select_transport(dist.group.WORLD, torch.device("cpu")).name == "p2p"
+        assert select_transport(dist.group.WORLD, torch.device("cpu")).name == "hosts"

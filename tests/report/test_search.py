@@ -20,7 +20,8 @@ from fullshard import DoesNotFitError, MixedPrecisionPolicy, Plan, cli, fit, tre
 from fullshard.comm.process_group import gather_objects
 from fullshard.report.activations import trace_step
 from fullshard.report.explain import ADAM, planned_device, state_bytes
-from fullshard.report.search import Search, _simulated
+from fullshard.report.search import Search
+from fullshard.report.simulated import simulated_job
 from fullshard.torch_private import simulated_world
 from tests.harness import World, ranks
 
@@ -52,7 +53,7 @@ def searching(
 ) -> Iterator[Search]:
     """The search of a call of ``fit``, which finds plans for several sizes of memory."""
     model, batch = model or WORK.build(), WORK.batch(0, 0) if batch is None else batch
-    with _simulated(math.prod(mesh), mesh, planned_device(device)) as made:
+    with simulated_job(math.prod(mesh), 0, 1, planned_device(device), mesh) as made:
         yield Search(model, batch, optimizer_bytes, None, made, MixedPrecisionPolicy(), hardware or {})
 
 
@@ -112,7 +113,7 @@ def test_a_step_is_traced_once_for_all_numbers_of_ranks() -> None:
 
 def test_a_disk_takes_what_does_not_fit(transport: str, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
-    with _simulated(2, None) as mesh:
+    with simulated_job(2, 0, 1) as mesh:
         work = Work("wide", blocks=4, width=512, sequence=16, vocabulary=64)
         given = work.build(), work.batch(0, 0), ADAM, None, mesh, MixedPrecisionPolicy(), {}
         without, search = Search(*given), Search(*given, str(disk))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -56,7 +57,8 @@ def peers_of(hosts: Sequence[Sequence[int]], rank: int) -> Peers:
     away = [host for host in hosts if host is not here]
     fetched = [[each for i, each in enumerate(host) if i % len(here) == here.index(rank)] for host in away]
     targets = [host[here.index(rank) % len(host)] for host in away]
-    most = max(sum(-(-len(b) // len(a)) for b in hosts if b is not a) for a in hosts)
+    sizes = Counter(map(len, hosts))
+    most = max(sum(count * -(-size // each) for size, count in sizes.items()) - 1 for each in sizes)
     return Peers([*chain(*fetched)], targets, max(1, most), here.index(rank) == 0)
 
 
@@ -218,14 +220,11 @@ class HostsSumRoute(HostsReduceRoute):
     """The same for sums that all ranks get: hosts gather them in the slots, from which each rank copies all of them."""
 
     def __init__(self, transport: HostsTransport, request: Request) -> None:
-        given, size = request.transfers, request.process_group.size()
-        placed, in_slots = list[Transfer](), list[Transfer]()
-        for (plan, full, shard), shifts in zip(given, shifts_of(given), strict=True):
-            placed.append(Transfer(_placed(plan.over(size), shifts), full, shard))
-            in_slots.append(Transfer(_placed(plan.over(size), [0] * len(shifts)), full, full))
-        super().__init__(transport, request._replace(transfers=placed))
-        self._spread = transport.between(request._replace(direction="gather", transfers=in_slots))
+        reduces, spreads = halves_of_sum(request)
+        super().__init__(transport, reduces)
+        self._spread = transport.between(spreads)
         self.over, self.sent = transport.read, self.sent + self._spread.sent
+        self.staging = max(self.staging, self._spread.staging)  # one after the other
         self._here = [piece.of_full(self.fulls[piece.section]) for piece in self._own]
 
     def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
@@ -265,6 +264,15 @@ class HostsSumRoute(HostsReduceRoute):
                 pieces = [piece for owner in sorted(owners) for piece in plan.pieces(owner, section)]
                 found += [(piece, piece.of_full(fulls[section][at])) for piece in pieces]
         return found
+
+
+def halves_of_sum(request: Request) -> tuple[Request, Request]:
+    """The reduction, and then the gather, of a sum that all ranks get."""
+    placed, in_slots, size = list[Transfer](), list[Transfer](), request.process_group.size()
+    for (plan, full, shard), shifts in zip(request.transfers, shifts_of(request.transfers), strict=True):
+        placed.append(Transfer(_placed(plan.over(size), shifts), full, shard))
+        in_slots.append(Transfer(_placed(plan.over(size), [0] * len(shifts)), full, full))
+    return request._replace(transfers=placed), request._replace(direction="gather", transfers=in_slots)
 
 
 def _placed(plan: BufferPlan, shifts: Sequence[int]) -> BufferPlan:

@@ -221,8 +221,9 @@ class _MessageRoute(PieceRoute):
         itemsizes = tuple(dtype.itemsize for dtype in self.dtypes)
         capacity = max(LEAST_STAGING, staging // (DEPTH * self.most_peers))
         large = min(large, capacity, *(each.numel * self.dtypes[each.section].itemsize for each in self.zero_copy))
-        every = [plan_rounds(plans, itemsizes, each, large, capacity, direction) for each in range(self.size)]
-        #: One after the other, and by the rank whose own values are sent by it (gather) or to it.
+        given, ranks = (large, capacity, direction), {self.rank, *self.senders, *self.receivers}
+        every = [plan_rounds(plans, itemsizes, i, *given) if i in ranks else () for i in range(self.size)]
+        #: One after the other, and by the rank whose own values are sent by it (gather) or to it, if it exchanges any.
         self._rounds = list(zip_longest(*every, fillvalue=Round()))
         self._turn = max(map(self._round_bytes, self._rounds), default=0)
         self.staging = self.scratch + min(DEPTH, len(self._rounds)) * self._turn

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -26,11 +26,10 @@ from fullshard.device import is_host
 
 _log = logging.getLogger("fullshard")
 _told: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # of which a line says how they communicate
-_simulated = ""  # the transport of a simulated world, if it is not the collectives
+_simulated: Callable[[dist.ProcessGroup], Transport] | None = None  # the transport of a group in a simulated world
 _has_shown = False  # whether this process has shown such a line
 _point_to_point = cache(PointToPointTransport)
 _collective = cache(CollectiveTransport)
-_shared = cache(lambda: ShmTransport.simulated(_point_to_point()))
 _between_hosts = cache(lambda: PointToPointTransport(native=_collective()))
 
 #: The names that ``FULLSHARD_TRANSPORT`` may have.
@@ -65,10 +64,10 @@ def select_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
 
 
 @contextmanager
-def simulated_transport(name: str) -> Iterator[None]:
-    """A context in which the ranks of a simulated world have the transport ``name``. They cannot communicate."""
+def simulated_transport(make: Callable[[dist.ProcessGroup], Transport] | None) -> Iterator[None]:
+    """A context in which process groups of a simulated world have transports that ``make`` returns."""
     global _simulated
-    before, _simulated = _simulated, name
+    before, _simulated = _simulated, make
     try:
         yield
     finally:
@@ -81,9 +80,8 @@ def choose_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
     if wanted not in ("", *NAMES):
         raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} is not a transport: use one of {', '.join(NAMES)}")
     backend = backend_of(process_group, device)
-    if backend.name == "fake" and _simulated:
-        known: dict[str, Transport] = {PointToPointTransport.name: _point_to_point(), ShmTransport.name: _shared()}
-        return known.get(_simulated, _collective()), "simulated"
+    if backend.name == "fake" and _simulated is not None:
+        return _simulated(process_group), "simulated"
     fits = is_host(device) and backend.has_messages
     asked = f"FULLSHARD_TRANSPORT={wanted}"
     if wanted == CollectiveTransport.name or (not wanted and not fits):

@@ -72,13 +72,6 @@ class ShmTransport(Transport):
         self.reduce_kind, self.sum_kind = SharedReduceRoute, SharedSumRoute
 
     @classmethod
-    def simulated(cls, messages: PointToPointTransport) -> ShmTransport:
-        """The transport of ranks that do not exist, on meta: it has properties, and no memory."""
-        made = cls.__new__(cls)
-        made._private, made._slots = messages, {}
-        return made
-
-    @classmethod
     def control_bytes(cls, size: int) -> int:
         """Bytes of ``control`` for so many ranks."""
         return (3 * LINE + _ENTRIES) * size

@@ -23,7 +23,7 @@ from typing import Any
 from fullshard.report.explain import explain
 from fullshard.report.meta_copy import build_on_meta
 from fullshard.report.search import DoesNotFitError, fit
-from fullshard.report.tables import estimate_text
+from fullshard.report.tables import estimate_text, over_hosts_text
 from fullshard.report.values import UnknownValueError, Values
 from fullshard.text import bytes_argument, rehearsal_text
 
@@ -70,7 +70,11 @@ _TIMING: dict[str, dict[str, Any]] = {
         "metavar": "BYTES/S",
         "help": "bytes that a node sends to other nodes each second",
     },
-    "ranks_per_node": {"type": _count, "metavar": "RANKS", "help": "needed with --node-bandwidth"},
+    "ranks_per_node": {
+        "type": _count,
+        "metavar": "RANKS",
+        "help": "needed with --node-bandwidth, unless there are --ranks and --hosts",
+    },
 }
 
 
@@ -93,7 +97,7 @@ def _values(options: argparse.Namespace) -> Values | None:
 
 def _add_shared(parser: argparse.ArgumentParser, given: str) -> None:
     """Adds the options of both commands; ``given`` is what forward gets beside the model."""
-    parser.add_argument("--ranks", type=_count, required=True, help="the number of ranks to simulate")
+    parser.add_argument("--ranks", type=_count, required=given == "inputs", help="the number of ranks to simulate")
     parser.add_argument(
         "--optimizer-bytes",
         type=_from_0,
@@ -134,6 +138,14 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     )
     _add_shared(parser, "batch")
     parser.add_argument(
+        "--hosts",
+        type=_count,
+        nargs="+",
+        default=[],
+        help="on how many hosts these ranks are. With --ranks-per-node in place of --ranks, several numbers may "
+        "follow: then a table says for each how long a step takes",
+    )
+    parser.add_argument(
         "--device-memory",
         type=bytes_argument,
         metavar="SIZE",
@@ -163,6 +175,7 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
         "--offload-directory", metavar="DIRECTORY", help="where what does not fit may be on a disk (nothing is)"
     )
     _add_shared(parser, "inputs")
+    parser.add_argument("--hosts", type=_count, default=1, help="on how many hosts these ranks are (1)")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, for Plan.from_json")
     parser.set_defaults(call=partial(_refusing, "fit", _fit))
 
@@ -171,7 +184,8 @@ def _fit(options: argparse.Namespace) -> int:
     model, inputs = build_on_meta(_function(options.function))
     loss = _function(options.loss) if options.loss else None
     asked = {
-        name: getattr(options, name) for name in ("memory", "ranks", "optimizer_bytes", "offload_directory", "device")
+        name: getattr(options, name)
+        for name in ("memory", "ranks", "hosts", "optimizer_bytes", "offload_directory", "device")
     }
     try:
         plan = fit(model, inputs, loss=loss, values=_values(options), **asked)
@@ -207,6 +221,15 @@ def _explain(options: argparse.Namespace) -> int:
     is_timed = any(timing[name] is not None for name in ("bandwidth", "peak_flops", "tokens", "node_bandwidth"))
     if is_timed and missing:
         raise _Refused(f"an estimate needs --{' and --'.join(missing)} too".replace("_", "-"))
+    if options.ranks is None and not (options.hosts and options.ranks_per_node):
+        raise _Refused("--ranks is missing, or --hosts and --ranks-per-node")
+    if options.ranks is not None and len(options.hosts) > 1:
+        raise _Refused("several numbers of --hosts need --ranks-per-node in place of --ranks")
+    if len(options.hosts) > 1 and (missing or options.picture):
+        lacks = f"needs --{' and --'.join(missing)}" if missing else "has no --picture"
+        raise _Refused(f"a table of several numbers of --hosts {lacks}".replace("peak_flops", "peak-flops"))
+    places = options.hosts or [None]
+    options.ranks = options.ranks or options.ranks_per_node * places[0]
     if not 0 <= options.rank < options.ranks:
         raise _Refused(f"--rank {options.rank} is not one of {options.ranks} ranks, which are 0 to {options.ranks - 1}")
     if options.loss and not options.batch:
@@ -214,8 +237,19 @@ def _explain(options: argparse.Namespace) -> int:
     build = _function(options.function)
     loss = _function(options.loss) if options.loss else None
     batch = _function(options.batch)() if options.batch else None
-    asked = {name: getattr(options, name) for name in ("ranks", "rank", "optimizer_bytes", "device_memory", "device")}
-    found = explain(build, batch=batch, loss=loss, values=_values(options), **asked)
+    asked = {name: getattr(options, name) for name in ("rank", "optimizer_bytes", "device_memory", "device")}
+    asked |= {"batch": batch, "loss": loss, "values": _values(options)}
+    if len(places) > 1:
+        here = options.ranks_per_node
+        every = [explain(build, ranks=hosts * here, hosts=hosts, **asked) for hosts in options.hosts]
+        rows = [(hosts, here, each.estimate(**timing)) for hosts, each in zip(options.hosts, every, strict=True)]
+        as_data = [{"hosts": hosts, "ranks_per_host": here, **asdict(estimate)} for hosts, _, estimate in rows]
+        print(json.dumps(as_data, indent=1) if options.json else over_hosts_text(rows))
+        return 0
+    try:
+        found = explain(build, ranks=options.ranks, hosts=places[0], **asked)
+    except ValueError as error:
+        raise _Refused(str(error)) from error
     program, _, _ = options.function.rpartition(":")
     program = program if program.endswith(".py") else f"-m {program}"
     given = options.bandwidth or 0.0, options.latency

@@ -17,11 +17,13 @@ ring                    W - 1              what one rank sends: only one of its 
 tree                    log2 W, rounded    what the m ranks send to the W - m ranks on other nodes
                         up
 messages (``p2p``)      W - 1              the same
+messages between hosts  hosts - 1          what its ranks send, each its part
+(``hosts``)
 ======================  =================  ==========================================================
 
 An all-reduce has twice the steps: it is a reduce-scatter and an all-gather. The ranks of a node share the bandwidth of
-the node. Where ranks share memory, the host itself reads the gradients of the other ranks in one step, so the whole
-reduction is exposed.
+the node. Where ranks share memory, a rank itself reads the gradients of the other ranks of its host in one step, which
+is exposed. An exchange with other hosts follows.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from fullshard.report.twins import Event
 from fullshard.text import counted, percent, quantity_text, seconds_text
 
 Algorithm = Literal["ring", "tree"]
+_BY_MESSAGES = ("p2p", "hosts")
 
 
 @dataclass(frozen=True)
@@ -83,27 +86,25 @@ class Hardware:
             f"ranks takes {steps} of {seconds_text(self.latency)} and the time for its bytes"
         )
 
-    def seconds(self, sent: int, ranks: int, stride: int, transport: str, passes: int = 1) -> float:
-        """The seconds of an exchange.
+    def seconds(self, exchange: Event, stride: int, transport: str) -> float:
+        """The seconds of an exchange, whose ranks are so far apart in the world."""
+        is_tree = self.algorithm == "tree" and transport not in _BY_MESSAGES
+        steps = math.ceil(math.log2(exchange.ranks)) if is_tree else exchange.ranks - 1
+        seconds = exchange.sent / self.bandwidth
+        if self.node_bandwidth is not None:
+            seconds = max(seconds, self.leaving(exchange, stride, transport) / self.node_bandwidth)
+        return (1 + (exchange.action == "all-reduce")) * steps * self.latency + seconds
 
-        Args:
-            sent: bytes that each rank sends.
-            ranks: the number of ranks that exchange.
-            stride: the distance between neighbours among them.
-            transport: the name of the transport.
-            passes: 2 for an all-reduce, otherwise 1.
-        """
-        is_tree = self.algorithm == "tree" and transport != "p2p"
-        steps = math.ceil(math.log2(ranks)) if is_tree else ranks - 1
-        bandwidth = self.bandwidth
-        if self.ranks_per_node is not None and self.node_bandwidth is not None:
-            here = max(1, self.ranks_per_node // stride)  # of these ranks on one node
-            groups = self.ranks_per_node / here  # that exchange at the same time and share the node's bandwidth
-            is_ring = not is_tree and transport != "p2p"
-            leaving = 1 if is_ring else here * (ranks - here) / (ranks - 1)  # of what one rank sends
-            if ranks > here:
-                bandwidth = min(bandwidth, self.node_bandwidth / (groups * leaving))
-        return passes * steps * self.latency + sent / bandwidth
+    def leaving(self, exchange: Event, stride: int, transport: str) -> float:
+        """The bytes of an exchange, and of those that other ranks of the node make at the same time, that leave the
+        node; 0 if it is not known which ranks are on a node."""
+        if exchange.by_host or transport == "hosts" or self.ranks_per_node is None:
+            return exchange.by_host
+        here = max(1, self.ranks_per_node // stride)  # of these ranks on one node
+        groups, ranks = self.ranks_per_node / here, exchange.ranks  # groups that exchange at the same time
+        is_ring = self.algorithm == "ring" and transport not in _BY_MESSAGES
+        part = 1 if is_ring else here * (ranks - here) / max(1, ranks - 1)  # of what one rank sends
+        return exchange.sent * groups * part if ranks > here else 0.0
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class Estimate:
         peak_share: the share of ``peak_flops`` that a rank reaches over the whole step.
         groups: the seconds by group, in the order of the model.
         given: the hardware.
+        by_host: bytes that all ranks of this rank's host send to other hosts; 0 if it is not known which are there.
     """
 
     step: float
@@ -148,6 +150,7 @@ class Estimate:
     peak_share: float
     groups: tuple[GroupEstimate, ...]
     given: Hardware
+    by_host: int = 0
 
 
 def estimate_step(
@@ -175,6 +178,7 @@ def estimate_step(
         peak_share=lanes.flops / (lanes.now * given.peak_flops) if lanes.now else 0.0,
         groups=rows,
         given=given,
+        by_host=round(lanes.by_host),
     )
 
 
@@ -183,7 +187,7 @@ class _Lanes:
         self, groups: tuple[GroupFacts, ...], given: Hardware, measured: Mapping[tuple[Pass, int], int] | None
     ) -> None:
         self._groups, self._given, self._measured = groups, given, measured
-        self.now = self.forward = self._wire = self.flops = 0.0
+        self.now = self.forward = self._wire = self.flops = self.by_host = 0.0
         self._gathered: dict[int, float] = {}
         self._reduced: defaultdict[int, float] = defaultdict(float)
         self.computed: defaultdict[tuple[str, int], float] = defaultdict(float)
@@ -207,6 +211,10 @@ class _Lanes:
                 self._reduced[at] = self._occupy(at, self._given.latency + event.read / self._given.bandwidth)
             self._wait(at, self._reduced[at])
         elif event.sent:
+            if event.read:  # a host adds up before it sends
+                seconds = event.read / self._given.bandwidth
+                self.exchanged[at] += seconds
+                self._wait(at, self.now + seconds)
             self._reduced[at] = self._exchange(event)
         if event.during == "forward":
             self.forward = self.now
@@ -216,8 +224,9 @@ class _Lanes:
         group, is_all_reduce = self._groups[event.group], event.action == "all-reduce"
         over_replicas = is_all_reduce or event.action.endswith("over replicas")
         stride = group.replica_stride if over_replicas else group.stride
-        passes, transport = 1 + is_all_reduce, "" if is_all_reduce else group.transport
-        return self._occupy(event.group, self._given.seconds(event.sent, event.ranks, stride, transport, passes))
+        transport = "" if is_all_reduce else group.transport
+        self.by_host += self._given.leaving(event, stride, transport)
+        return self._occupy(event.group, self._given.seconds(event, stride, transport))
 
     def _occupy(self, at: int, seconds: float) -> float:
         self.exchanged[at] += seconds

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm.collective import CollectiveTransport
-from fullshard.device import CPU, PLANNED, planned_for
+from fullshard.device import CPU, PLANNED
 from fullshard.fully_shard import fully_shard_blocks
 from fullshard.report import tables
 from fullshard.report.activations import Activations, Loss, Pass, trace_step
@@ -31,10 +31,10 @@ from fullshard.report.estimate import Algorithm, Estimate, Hardware, estimate_st
 from fullshard.report.facts import GroupFacts, ModelFacts, facts_of
 from fullshard.report.meta_copy import build_on_meta
 from fullshard.report.meta_step import WORKSPACES, ExchangeTotal, MetaStep, Part, Phase, PredictedStep
+from fullshard.report.simulated import simulated_job
 from fullshard.report.values import Values
 from fullshard.schedule.unit import unit_of, units_in
 from fullshard.text import bytes_of, bytes_text, counted, rehearsal_text, wrapped
-from fullshard.torch_private import simulated_world
 
 #: Bytes of optimizer state for each element in fp32: AdamW keeps two moments in the dtype of the parameter.
 ADAM = 8.0
@@ -103,6 +103,7 @@ class Explanation:
         activations: the activations and FLOPs of a batch, ``None`` if no batch was given.
         device_memory: the memory of the device in bytes, ``None`` if unknown.
         rehearsal: the command that measures such a step.
+        hosts: the number of hosts, ``None`` if it is not known.
 
     Ranks: each for itself.
     """
@@ -115,6 +116,7 @@ class Explanation:
     activations: Activations | None = None
     device_memory: int | None = None
     rehearsal: str = ""
+    hosts: int | None = None
 
     @property
     def groups(self) -> tuple[GroupFacts, ...]:
@@ -159,6 +161,11 @@ class Explanation:
         found = ((*self.step.memory_at(each), ("activations", 1, alive[each])) for each in alive if each[0] == during)
         return max(found, key=lambda parts: Phase("", parts).on_device, default=self.step.peaks[during])
 
+    @property
+    def _sharers(self) -> int:
+        """The ranks of this host that have full buffers in common, each of which counts its share of them."""
+        return max(group.sharers for group in self.groups)
+
     @cached_property
     def traffic(self) -> tuple[ExchangeTotal, ...]:
         """The exchanges of a step, by kind."""
@@ -200,7 +207,8 @@ class Explanation:
             algorithm: ``"ring"``, in which an exchange of W ranks has W - 1 steps, or ``"tree"``, with log2(W).
                 Messages between pairs of ranks (``p2p``) have W - 1 steps in any case.
             node_bandwidth: bytes that all ranks of one node together send to other nodes each second.
-            ranks_per_node: the number of ranks on a node. Without it, no ranks share a connection.
+            ranks_per_node: the number of ranks on a node. Without it, no ranks share a connection, unless the number of
+                ``hosts`` is known.
 
         Raises:
             ValueError: a number is not positive, the latency is negative, ``tokens`` is missing, or only one of
@@ -213,6 +221,8 @@ class Explanation:
                 count, unit = self.activations.count, self.activations.unit
         if count is None:
             raise ValueError("estimate() needs tokens, because explain() was given no batch")
+        if ranks_per_node is None and node_bandwidth is not None and self.hosts is not None:
+            ranks_per_node = self.ranks // self.hosts
         nodes = node_bandwidth, ranks_per_node
         given = Hardware(bandwidth, peak_flops, count, unit, efficiency, latency, algorithm, *nodes)
         return estimate_step(self.facts, self.step, given, counted)
@@ -223,13 +233,17 @@ class Explanation:
             "model": self.facts.name,
             "ranks": self.ranks,
             "rank": self.rank,
+            "hosts": self.hosts,
             "groups": [asdict(group) for group in self.groups],
             "order": list(self.order),
             "order_is_recorded": self.facts.is_recorded,
             "order_of": self.facts.order_of,
             "prefetch": self.facts.prefetch,
             "prefetch_bytes": self.facts.prefetch_bytes,
-            "memory": [{**asdict(phase), "nbytes": phase.nbytes} for phase in self.memory],
+            "memory": [
+                {**asdict(phase), "nbytes": phase.nbytes, "on_host": self._sharers * phase.nbytes}
+                for phase in self.memory
+            ],
             "activations": None if self.activations is None else self.activations.as_dict(),
             "device_memory": self.device_memory,
             "fit": None
@@ -259,7 +273,7 @@ class Explanation:
         facts, groups = self.facts, self.groups
         found, beside = self.activations, "" if groups[0].is_host else " on a device"
         beside += "" if found else " without activations"
-        ranks = counted(self.ranks, "rank")
+        ranks = counted(self.ranks, "rank") + (f" on {counted(self.hosts, 'host')}" if self.hosts else "")
         head = f"{facts.name} over {ranks}, seen from rank {self.rank}: {tables.totals_text(groups)}"
         parts = [
             wrapped(head),
@@ -267,7 +281,8 @@ class Explanation:
             tables.settings_text(groups),
             tables.parameters_text(groups),
             f"Memory of a rank{beside} ({self.optimizer_bytes:g} bytes of optimizer state per element)\n"
-            + tables.memory_text(self.memory),
+            + tables.memory_text(self.memory)
+            + tables.host_text(self.memory, self._sharers),
             "" if found is None else wrapped(str(found)),
             "" if self.fit is None else wrapped(str(self.fit)),
             tables.traffic_text(self.traffic),
@@ -311,6 +326,7 @@ def explain(
     *,
     ranks: int | None = None,
     rank: int = 0,
+    hosts: int | None = None,
     optimizer_bytes: float | None = None,
     batch: Any = None,
     loss: Loss | None = None,
@@ -324,6 +340,7 @@ def explain(
 
         print(fullshard.explain(model))                              # a sharded model, also on meta
         print(fullshard.explain(build, ranks=100_000))               # in a simulated world
+        print(fullshard.explain(build, ranks=64, hosts=8))           # of 8 ranks on each host
 
     With ``ranks`` the function ``build`` is called on the meta device, in a simulated world of that many ranks. The
     simulated world ends with the call. ``build`` makes the model and may shard it. If it does not, the repeated blocks
@@ -333,6 +350,8 @@ def explain(
         model: a sharded model of either front end, before or after its first step; or a function that makes a model.
         ranks: the number of ranks to simulate.
         rank: the rank whose shards and memory are explained.
+        hosts: on how many hosts the simulated ranks are, the same number on each. On the CPU they then have the
+            transports that such a job has. By default that is not known, and they communicate by collectives.
         optimizer_bytes: bytes of optimizer state for each element that an optimizer updates. The default is AdamW's,
             which keeps two moments in the dtype of the parameter: 8 for fp32.
         batch: an example of what one rank's forward gets: a tensor, a tuple of positional arguments, or a dict of
@@ -351,12 +370,12 @@ def explain(
         plain data about this rank. A call with a model communicates nothing, so any rank may call it alone.
 
     Raises:
-        ValueError: no part of the model is sharded, ``rank`` is not one of ``ranks``, ``loss`` is given without a
-            batch, the batch has no tensor, nothing that forward returns requires gradients, ``device_memory`` is not
-            a size, ``optimizer_bytes`` is negative, or ``device`` is neither of these, or no device of the transport
-            that ``FULLSHARD_TRANSPORT`` names.
-        TypeError: ``model`` is a module, and ``ranks`` or ``device`` is given; or it is a function, and ``ranks`` is
-            missing.
+        ValueError: no part of the model is sharded, ``rank`` is not one of ``ranks``, ``hosts`` does not divide
+            ``ranks``, ``loss`` is given without a batch, the batch has no tensor, nothing that forward returns requires
+            gradients, ``device_memory`` is not a size, ``optimizer_bytes`` is negative, or ``device`` is neither of
+            these, or no device of the transport that ``FULLSHARD_TRANSPORT`` names.
+        TypeError: ``model`` is a module, and ``ranks``, ``hosts`` or ``device`` is given; or it is a function, and
+            ``ranks`` is missing.
         RuntimeError: a process group exists already, so another world cannot be simulated in this process; or forward
             or backward failed on tensors without values.
 
@@ -375,7 +394,8 @@ def explain(
         kept = state_bytes(sharded, optimizer_bytes)
         rehearsal = rehearsal_text(dist.get_world_size(), dist.get_rank())
         step = MetaStep(units_in(sharded), facts).run(facts, () if found is None else found.open_ended)
-        return Explanation(facts, step, dist.get_world_size(), dist.get_rank(), kept, found, memory, rehearsal)
+        places = hosts or max(group.hosts for group in facts.groups) or None
+        return Explanation(facts, step, dist.get_world_size(), dist.get_rank(), kept, found, memory, rehearsal, places)
 
     if isinstance(model, nn.Module):
         if ranks is not None:
@@ -383,9 +403,10 @@ def explain(
                 f"this {type(model).__name__} exists already, for the ranks that exist: to simulate {ranks} ranks, "
                 f"give explain() the function that builds it"
             )
-        if device is not None:
+        if device is not None or hosts is not None:
+            what, there = (device, "devices") if hosts is None else (counted(hosts, "host"), "hosts")
             raise TypeError(
-                f"this {type(model).__name__} exists already, for the devices that exist: to plan for {device}, give "
+                f"this {type(model).__name__} exists already, for the {there} that exist: to plan for {what}, give "
                 f"explain() the function that builds it, and ranks="
             )
         return explained(model)
@@ -393,12 +414,14 @@ def explain(
         raise TypeError(f"explain() takes a sharded model, or a function that builds one and ranks=, got {model!r}")
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} is not one of {ranks}")
+    if hosts is not None and (hosts < 1 or ranks % hosts):
+        raise ValueError(f"hosts have the same number of ranks each, so hosts={hosts} must divide ranks={ranks}")
     if dist.is_initialized():
         raise RuntimeError(
             f"this process is one of {dist.get_world_size()} ranks already, and cannot simulate one of {ranks}: "
             f"explain in a different process, for example by `fullshard explain FILE:FUNCTION --ranks {ranks}`"
         )
-    with planned_for(planned_device(device)), simulated_world(ranks, rank):
+    with simulated_job(ranks, rank, hosts, planned_device(device)):
         built = build_on_meta(model)
         with torch.device("meta"):
             if not any(unit_of(module) for module in built.modules()):

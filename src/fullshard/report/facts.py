@@ -18,7 +18,11 @@ from torch import nn
 from fullshard import tree
 from fullshard.buffer.plan import DEFAULT_LAYOUT
 from fullshard.buffer.sections import Section, full_bytes, full_starts, shard_bytes
+from fullshard.comm.collective import CollectiveTransport
+from fullshard.comm.hosts import HostsTransport
+from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.select import choose_transport
+from fullshard.comm.transport import Transport
 from fullshard.device import is_host
 from fullshard.group.feedback import feedback_bytes
 from fullshard.group.gradient_dtypes import GradientDtypes
@@ -134,7 +138,9 @@ class GroupFacts:
         post_forward: the number of ranks that shard it between forward and backward, if that differs from ``ranks``.
         transport: the name of its transport, and in ``why`` the reason for it.
         adds_in_fp32: whether gradients of low precision are added up in fp32.
-        shares: whether the ranks of a host share the memory of its full buffer. Then a gather copies nothing.
+        shares: whether all ranks share the memory of its full buffer. Then a gather copies nothing.
+        sharers: how many ranks share the memory of its full buffer with this one, itself included.
+        hosts: the number of hosts on which all ranks are; 0 if it is not known.
         reshards: whether it is resharded after forward.
         offloaded: what of it is offloaded, and where to.
         gradient: its gradient buffer, whole, in the reduce dtype.
@@ -170,6 +176,8 @@ class GroupFacts:
     why: str
     adds_in_fp32: bool
     shares: bool
+    sharers: int
+    hosts: int
     reshards: bool
     offloaded: OffloadedFacts
     gradient: int
@@ -320,6 +328,8 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
         why=_why(group),
         adds_in_fp32=group.reduce_transport.adds_in_fp32,
         shares=shares,
+        sharers=sharers_of(group.transport),
+        hosts=_hosts_of(group.transport),
         reshards=group.options.strategy.after_forward is not Placement.REPLICATED and not keeps and not is_whole,
         offloaded=offloaded_facts(group, group.own_sections, kept_gradients),
         gradient=full_bytes(gradients, travelling),
@@ -336,6 +346,16 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
     )
 
 
+def sharers_of(transport: Transport) -> int:
+    """How many ranks have full buffers of a transport in common, each of which has them whole."""
+    return transport.local_ranks.size if isinstance(transport, HostsTransport) else 1
+
+
+def _hosts_of(transport: Transport) -> int:
+    hosts = transport.local_ranks.hosts if isinstance(transport, HostsTransport) else ()
+    return len(hosts) if sum(map(len, hosts)) == dist.get_world_size() else 0
+
+
 def _stride(over: dist.ProcessGroup | None) -> int:
     ranks = [] if over is None else dist.get_process_group_ranks(over)
     return abs(ranks[1] - ranks[0]) if len(ranks) > 1 else 1
@@ -348,7 +368,9 @@ def _why(group: ParamGroup) -> str:
     assert over is not None
     transport, why = choose_transport(over, group.device)
     if dist.get_backend(over) == "fake":
-        return "the collectives of the backend, in a simulated world"
+        known = {CollectiveTransport.name: "the collectives of the backend", PointToPointTransport.name: "messages"}
+        why = known.get(transport.name) or transport.why  # type: ignore[attr-defined]
+        return f"{why}, in a simulated world"
     return why if transport is group.transport else "chosen for this group"
 
 

@@ -27,13 +27,17 @@ from fullshard.group.gradient_buffer import MessageViews
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import local_tensor
 from fullshard.report.activations import Moment, Pass
-from fullshard.report.facts import ON_CPU, ON_DISK, ModelFacts
+from fullshard.report.facts import ON_CPU, ON_DISK, ModelFacts, sharers_of
 from fullshard.report.twins import Action, Event, SilentStreams, Twins
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.step_log import StepLog
 from fullshard.schedule.unit import Unit
 from fullshard.torch_private import storage_id
 
+#: How the names of those exchanges end that read memory, and send nothing.
+READ = ", read in shared memory"
+#: The full buffers that the ranks of a host share. A rank has its share of them.
+SHARED_BUFFERS = "share of the host's full buffers"
 #: What slots of pools are for, by the first word of their kind.
 _SLOTS = {
     "parameters": "full buffers",
@@ -50,7 +54,7 @@ _PASSING = (
     "post-forward shards",
     "the gradient that autograd makes",
 )
-_ORDER = (_PASSING[0], *_SLOTS.values(), _PASSING[1], "messages", *_PASSING[2:])
+_ORDER = (_PASSING[0], SHARED_BUFFERS, *_SLOTS.values(), _PASSING[1], "messages", *_PASSING[2:])
 #: A part of the memory: its kind, the number of pieces, and the bytes of each piece.
 Part = tuple[str, int, int]
 #: On a GPU: what cuBLAS works in, for the threads of forward and backward. On older cards than Hopper it takes less.
@@ -60,11 +64,12 @@ WORKSPACES: Part = ("workspaces of cuBLAS", 2, 32 * 2**20)
 @dataclass(frozen=True)
 class ExchangeTotal:
     """All exchanges of one kind in a step: their number, and the bytes that this rank sends (or reads from shared
-    memory) in all of them together."""
+    memory) in all of them together, and that all ranks of its host send to other hosts, where these share memory."""
 
     kind: str
     count: int
     nbytes: int
+    by_host: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,13 +113,17 @@ class PredictedStep:
 
     def exchanged(self) -> tuple[ExchangeTotal, ...]:
         """What the step exchanges, by kind."""
-        kinds: defaultdict[str, list[int]] = defaultdict(list)
-        for action, _, sent, _, read, during in self.events:
-            if action == "gather":
-                kinds[f"gather in {during}"].append(sent)
-            elif action not in ("wait", "compute", "wait-reduce"):
-                kinds["reduce, read in shared memory" if read else action].append(read or sent)
-        return tuple(ExchangeTotal(kind, len(found), sum(found)) for kind, found in kinds.items())
+        kinds: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        for event in self.events:
+            if event.action not in ("wait", "compute", "wait-reduce"):
+                kind = f"gather in {event.during}" if event.action == "gather" else event.action
+                if event.sent or not event.read:
+                    kinds[kind].append((event.sent, event.by_host))
+                if event.read:
+                    kinds[f"{kind}{READ}"].append((event.read, 0))
+        return tuple(
+            ExchangeTotal(kind, len(found), *map(sum, zip(*found, strict=True))) for kind, found in kinds.items()
+        )
 
     def memory_at(self, moment: Moment) -> tuple[Part, ...]:
         """The memory at the peak of a moment, or of those alike if no such moment was predicted."""
@@ -180,6 +189,8 @@ class MetaStep:
             if mesh is not None
         }
         self._is_host = facts.groups[0].is_host
+        shared = {id(each): sharers_of(each.original) for each in twins.transports.values()}
+        self._sharers = {key: sharers for key, sharers in shared.items() if sharers > 1}  # by the id of the transport
         self._position = {group: at for at, group in enumerate(self.groups)}
         first: dict[Unit, float] = {}  # when forward runs the units
         for number, unit in enumerate(facts.units):
@@ -356,11 +367,14 @@ class MetaStep:
                 self._keep_reduced(self._position[group])
             self._note()
 
-    def started(self, exchange: Event, lease: Lease, kept: Sequence[torch.Tensor] = ()) -> None:
-        for grad in kept:
-            self._count(grad)
+    def leased(self, lease: Lease) -> None:
         if lease.index >= 0:
             self._pieces[lease.index] = lease
+            self._note()
+
+    def started(self, exchange: Event, kept: Sequence[torch.Tensor] = ()) -> None:
+        for grad in kept:
+            self._count(grad)
         if self._streams is not None:
             self._streams.entered[-1].exchanges.append(exchange)
         if exchange.action == "reduce over replicas":
@@ -375,7 +389,7 @@ class MetaStep:
     def _waited(self, exchange: Event) -> None:
         if exchange.action != "gather over replicas":  # the gather that follows waits for it
             action: Action = "wait" if exchange.action == "gather" else "wait-reduce"
-            self._record(Event(action, exchange.group, read=exchange.read))
+            self._record(Event(action, exchange.group, read=0 if exchange.sent else exchange.read))
 
     def _record(self, event: Event) -> None:
         if self._notes:
@@ -427,10 +441,12 @@ class MetaStep:
     def _held_in_slots(self) -> list[tuple[str, int]]:
         held = []
         for schedule in self._schedules:
-            for (kind, _), pool in schedule.comm.pools.items():
+            for (kind, transport), pool in schedule.comm.pools.items():
                 taken = (buffer.slot for buffer in pool.buffers if buffer.slot is not None and buffer.pool is pool)
-                name = _SLOTS[kind.partition(" ")[0]]
-                held += [(name, slot.nbytes) for slot in {*pool.free, *taken}]
+                name, sharers = _SLOTS[kind.partition(" ")[0]], 1
+                if kind == "parameters" and transport in self._sharers:
+                    name, sharers = SHARED_BUFFERS, self._sharers[transport]
+                held += [(name, -(-slot.nbytes // sharers)) for slot in {*pool.free, *taken}]
         return held
 
 

@@ -31,7 +31,9 @@ TO_CPU, TO_DISK, ON_CPU_UPDATED = 20e9, 1e9, 10e9
 #: The hardware that is assumed: FLOP/s of a rank that computes, bytes/s and seconds of an exchange, by transport.
 _COMPUTES = {"cpu": 30e9, "accelerator": 200e12}
 _EXCHANGES = {"shm": (10e9, 20e-6), "p2p": (1e9, 200e-6), "collective": (1e9, 500e-6), "accelerator": (50e9, 20e-6)}
-_EXCHANGES["hosts"] = _EXCHANGES["p2p"]
+_EXCHANGES["hosts"] = _EXCHANGES["shm"][0], _EXCHANGES["p2p"][1]
+#: Bytes/s of the card of a host.
+_CARD = 1e9
 #: Bytes of an element of the optimizer's state and of its temporary results.
 _ELEMENT = 4
 #: Memory for what is read from a disk and written: this part of what an optimizer's step moves, and its bounds.
@@ -82,7 +84,7 @@ def need_of(
     """What a ``step`` of these facts needs. The positions of groups in ``activations`` are those in the facts."""
     groups = facts.groups
     kept = sum(count * size for kind, count, size in step.kept if not kind.endswith((ON_CPU, ON_DISK)))
-    freed = [group.whole for group in groups if group.reshards and not group.shares]
+    freed = [group.whole // group.sharers for group in groups if group.reshards and not group.shares]
     late = [at for at in set(activations.late) if groups[at].reshards and not groups[at].shares]
     kept += max(freed, default=0) * len(late)
     shards = sum(group.shard - group.offloaded.shard for group in groups)
@@ -144,10 +146,12 @@ def _seconds_of(group: GroupFacts, optimizer_bytes: float) -> float:
     return moved / TO_CPU + (optimizer_bytes + 12) * updated / ON_CPU_UPDATED
 
 
-def assumed_hardware(kind: str, given: Mapping[str, float], count: int, unit: str) -> Hardware:
+def assumed_hardware(kind: str, given: Mapping[str, float], count: int, unit: str, here: int | None) -> Hardware:
     """The hardware of a user, and for what is not given, that of a transport or an accelerator. Raises ValueError.
-    ``count`` is the number of tokens or samples in the batch."""
+    ``count`` is the number of tokens or samples in the batch, and ``here`` that of the ranks of a host, if known."""
     bandwidth, latency = _EXCHANGES[kind]
+    if here is not None and (kind == "hosts" or "node_bandwidth" in given):
+        given = {"node_bandwidth": _CARD, "ranks_per_node": here, **given}
     assumed = {"bandwidth": bandwidth, "latency": latency, "peak_flops": _COMPUTES.get(kind, _COMPUTES["cpu"])}
     try:
         return Hardware(count=count, unit=unit, **{**assumed, **given})  # type: ignore[arg-type]

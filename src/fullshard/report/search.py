@@ -14,7 +14,6 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -22,12 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import tree
 from fullshard.comm.process_group import broadcast_object, has_peers
-from fullshard.comm.select import NAMES, simulated_transport
-from fullshard.device import default_device_type, planned_for
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.report.activations import Activations, Loss, trace_step
 from fullshard.report.explain import planned_device, state_bytes
@@ -36,11 +33,11 @@ from fullshard.report.meta_copy import on_meta
 from fullshard.report.meta_step import MetaStep
 from fullshard.report.plan import Change, Plan, PlannedGroup, shortened
 from fullshard.report.predicted import TO_DISK, Need, TracedBlocks, assumed_hardware, need_of, staging_bytes
+from fullshard.report.simulated import simulated_job
 from fullshard.report.snapshot import Snapshot
 from fullshard.report.values import Values
 from fullshard.schedule.unit import units_in
 from fullshard.text import bytes_of, bytes_text, counted, quantity_text, seconds_text
-from fullshard.torch_private import simulated_world
 from fullshard.wrap import repeated_blocks
 
 #: Numbers of blocks that form a group.
@@ -116,6 +113,7 @@ def fit(
     offload_directory: str | os.PathLike[str] | None = None,
     values: Values | None = None,
     device: str | torch.device | None = None,
+    hosts: int = 1,
 ) -> Plan:
     """Plans how to shard a model so that a step fits into ``memory`` and takes as little time as possible.
 
@@ -155,6 +153,7 @@ def fit(
         values: what forward gets where it reads a value of a tensor (``item()``, ``if``, a mask as an index): one
             number, or numbers by line, such as ``{"model.py:31": 4}``.
         device: what simulated ranks compute on, ``"cuda"`` or ``"cpu"``, here or not. The default is what is here.
+        hosts: on how many hosts simulated ranks are, the same number on each.
 
     Returns:
         the plan, the same on all ranks.
@@ -191,11 +190,16 @@ def fit(
         raise ValueError("a DeviceMesh belongs to a job: where ranks are simulated, give its sizes, such as (2, 4)")
     if mesh is not None and (len(mesh) not in (1, 2) or math.prod(mesh) != ranks or not all(size > 0 for size in mesh)):
         raise ValueError(f"mesh must be one or two sizes whose product is the number of ranks, {ranks}; got {mesh!r}")
-    program, traces = Snapshot(), dict[object, Activations]()
+    if hosts < 1 or ranks % hosts:
+        raise ValueError(f"hosts have the same number of ranks each, so hosts={hosts} must divide ranks={ranks}")
+    program, traces, here = Snapshot(), dict[object, Activations](), ranks // hosts
+
+    def places(ranks: int) -> int:
+        return ranks // here if hosts > 1 else 1
 
     def search(ranks: int, mesh: Sequence[int] | None, mp_policy: MixedPrecisionPolicy) -> Plan:
-        with _simulated(ranks, mesh, planned) as made:
-            more = hardware or {}, disk, values, program, traces
+        with simulated_job(ranks, 0, places(ranks), planned, mesh) as made:
+            more = hardware or {}, disk, values, program, traces, places(ranks)
             return Search(model, sample_inputs, optimizer_bytes, loss, made, mp_policy, *more).plan(size)
 
     others: dict[str, tuple[int, Sequence[int] | None, MixedPrecisionPolicy]] = {}
@@ -220,17 +224,6 @@ def fit(
     return replace(plan, notes=(f"Otherwise: {'; '.join(notes)}", *plan.notes))
 
 
-@contextmanager
-def _simulated(ranks: int, sizes: Sequence[int] | None, planned: torch.device | None = None) -> Iterator[Any]:
-    """A context in which this process is a rank of a simulated world, with the transport that such a job would have."""
-    device_type, asked = planned.type if planned else default_device_type(), os.environ.get("FULLSHARD_TRANSPORT", "")
-    transport = "" if device_type != "cpu" else asked if asked in NAMES else "shm" if ranks > 1 else "p2p"
-    transport = "p2p" if transport == "hosts" else transport  # on which hosts they would be is not known
-    with planned_for(planned), simulated_world(ranks, 0), simulated_transport(transport):
-        names = ("replicate", "shard")[-len(sizes) :] if sizes else ()
-        yield init_device_mesh(device_type, tuple(sizes), mesh_dim_names=names) if sizes else None
-
-
 class Search:
     """The search for one model, on the ranks of this job, which may be simulated. Searches for different numbers of
     ranks share ``traces``: a traced step depends on the modules of groups, on recomputation and on the precision."""
@@ -248,6 +241,7 @@ class Search:
         values: Values | None = None,
         program: Snapshot | None = None,
         traces: dict[object, Activations] | None = None,
+        hosts: int = 0,
     ) -> None:
         self._model, self._inputs, self._loss = model, inputs, loss
         self._values, self._traces = values, {} if traces is None else traces
@@ -281,9 +275,11 @@ class Search:
                         is_fine = size == 1 and offload == 0 and apart is bool(self._layers)
                         self._add(_Choice(size, apart, offload), plain if is_fine else None)
         first = next(iter(self._facts.values())).groups[0]
+        hosts = hosts if hosts > 1 else first.hosts
+        here = dist.get_world_size() // hosts if hosts else None
         self._transport, self._ranks = first.transport, dist.get_world_size()
         kind = first.transport if first.is_host else "accelerator"
-        self._hardware = assumed_hardware(kind, hardware, found.count, found.unit)
+        self._hardware = assumed_hardware(kind, hardware, found.count, found.unit, here)
         self.need = cache(self._need)
 
     def plan(self, memory: int) -> Plan:

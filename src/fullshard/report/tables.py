@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 
 from fullshard.report.estimate import Estimate
 from fullshard.report.facts import GroupFacts, ModelFacts
-from fullshard.report.meta_step import ExchangeTotal, Phase
+from fullshard.report.meta_step import READ, SHARED_BUFFERS, ExchangeTotal, Phase
 from fullshard.text import (
     WIDTH,
     bytes_text,
@@ -136,13 +136,31 @@ def memory_text(phases: Sequence[Phase]) -> str:
     return table((), rows, "lrl")
 
 
+def host_text(phases: Sequence[Phase], ranks: int) -> str:
+    """The memory of a host at its peak, if so many ranks have full buffers in common there."""
+    if not any(kind == SHARED_BUFFERS for phase in phases for kind, *_ in phase.parts):
+        return ""
+    most = bytes_text(ranks * max(phase.nbytes for phase in phases))
+    text = (
+        f"Its host, with {ranks} such ranks: {most} at the peak, in which the full buffers that they share count once"
+    )
+    return f"\n{wrapped(text)}"
+
+
 def traffic_text(traffic: Sequence[ExchangeTotal]) -> str:
     """A table of the exchanges of a step, by kind."""
-    rows = [[each.kind, f"{each.count:,}", bytes_text(each.nbytes)] for each in traffic]
-    if not rows:
+    if not traffic:
         return "A step exchanges nothing."
-    total = bytes_text(sum(each.nbytes for each in traffic))
-    return table(["a step exchanges", "times", "sent by a rank"], [*rows, ["in all", "", total]])
+    head, rows = ["a step exchanges", "times", "sent by a rank"], []
+    sent = [each for each in traffic if not each.kind.endswith(READ)]
+    for each in traffic:
+        rows.append([each.kind, f"{each.count:,}", bytes_text(each.nbytes), bytes_text(each.by_host)])
+        rows[-1][3:] = rows[-1][3:] if each in sent else [""]
+    sums = (sum(getattr(each, name) for each in sent or traffic) for name in ("nbytes", "by_host"))
+    rows.append(["in all that is sent" if len(sent) < len(traffic) else "in all", "", *map(bytes_text, sums)])
+    if any(each.by_host for each in traffic):
+        return table([*head, "by its host"], rows)
+    return table(head, [row[:3] for row in rows])
 
 
 def order_text(facts: ModelFacts) -> str:
@@ -155,6 +173,23 @@ def order_text(facts: ModelFacts) -> str:
     names = " > ".join(name_of_run(alike) for alike in runs(facts.in_order))
     ahead = str(facts.prefetch) if facts.prefetch_bytes is None else bytes_text(facts.prefetch_bytes)
     return wrapped(f"Order ({known}; {ahead} gathered ahead): {names}")
+
+
+def over_hosts_text(rows: Sequence[tuple[int, int, Estimate]]) -> str:
+    """A table of estimates of the same model on different numbers of hosts, with so many ranks on each."""
+    given = rows[0][-1].given
+    head = ["hosts", "ranks of each", "a host sends", "exchanges", "exposed", "a step", f"{given.unit}/s"]
+    lines = [
+        [
+            f"{hosts:,}",
+            f"{ranks:,}",
+            bytes_text(estimate.by_host),
+            *map(seconds_text, (estimate.exchanges, estimate.exposed, estimate.step)),
+            f"{estimate.throughput:,.0f}",
+        ]
+        for hosts, ranks, estimate in rows
+    ]
+    return f"{wrapped(f'Assumed: {given}')}\n\n{table(head, lines, 'r' * len(head))}"
 
 
 def estimate_text(estimate: Estimate) -> str:
@@ -176,8 +211,9 @@ def estimate_text(estimate: Estimate) -> str:
         f"{estimate.throughput:,.0f} {given.unit}/s on all ranks together; each rank computes "
         f"{quantity_text(estimate.flops, 'FLOP')}{', recomputation included' * estimate.is_counted}: "
         f"{percent(estimate.peak_share, 1)} of its peak",
+        f"In a step a host sends {bytes_text(estimate.by_host)} to other hosts" if estimate.by_host else "",
         f"Assumed: {given}",
         f"Not counted: the optimizer step, the input of data, the host's own work{left_out}",
     ]
     seconds = table(["group", "forward", "backward", "exchanges", "exposed"], rows)
-    return "\n".join([*map(wrapped, lines), "", seconds])
+    return "\n".join([*map(wrapped, filter(None, lines)), "", seconds])

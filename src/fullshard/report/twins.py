@@ -13,12 +13,15 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.buffer.sections import full_bytes
 from fullshard.buffer.slots import NO_LEASE, Lease, OwnBuffer, Staging
 from fullshard.comm.all_reduce import sum_route
+from fullshard.comm.hosts import HostsTransport, halves_of_sum, peers_of
+from fullshard.comm.local_ranks import LocalRanks
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transfer, Transport
 from fullshard.device import META, PLANNED, Pending, Streams, is_host
 from fullshard.disk.file import DiskWork
@@ -52,9 +55,10 @@ class Event(NamedTuple):
             ``wait`` waits for a gather, ``wait-reduce`` for a reduction. ``compute`` is the work of a group's modules.
         group: the position of the group in the model's facts.
         sent: bytes that this rank sends.
-        ranks: the number of ranks that exchange.
-        read: bytes that it reads from the gradients of other ranks, where ranks share memory.
+        ranks: the number of ranks that exchange; of hosts, where their ranks share memory.
+        read: bytes that it reads of what other ranks of its host have written, where these share memory.
         during: the pass.
+        by_host: bytes that all ranks of its host send to other hosts, where these share memory.
     """
 
     action: Action
@@ -63,6 +67,7 @@ class Event(NamedTuple):
     ranks: int = 1
     read: int = 0
     during: Literal["forward", "backward"] = "forward"
+    by_host: int = 0
 
 
 class Listener(Protocol):
@@ -72,7 +77,8 @@ class Listener(Protocol):
     groups: list[ParamGroup]  # the twins
     allocations: int  # counts what is allocated
 
-    def started(self, exchange: Event, lease: Lease, kept: Sequence[torch.Tensor] = ()) -> None: ...
+    def started(self, exchange: Event, kept: Sequence[torch.Tensor] = ()) -> None: ...
+    def leased(self, lease: Lease) -> None: ...
     def waited(self, exchange: Event) -> None: ...
 
 
@@ -81,6 +87,7 @@ class SilentTransport(Transport):
 
     def __init__(self, original: Transport, device: torch.device, listener: Listener) -> None:
         self.original, self.listener, self._computes_on = original, listener, device
+        self.adds_up_first: list[SilentPending] = []  # reductions that hosts have not exchanged yet
         for name in (
             "name",
             "gradient_buffers",
@@ -105,27 +112,67 @@ class SilentTransport(Transport):
     def _route(self, request: Request) -> Route:
         what: Action = request.direction
         over, data = request.process_group, self.listener.groups[request.tag].data
-        if what == "reduce" and self.compares_reductions:  # in the gradients of the others, which ranks share
-            owned = ((plan.owned_numel(over.rank()), full.itemsize) for plan, full, _ in request.transfers)
-            read = (over.size() - 1) * sum(numel * size for numel, size in owned)
-            if self.original.shares_all:
-                return SilentRoute(self, Event(what, request.tag, ranks=over.size(), read=read))
-            route = self.original.between(request)  # each host adds up before
-            return SilentRoute(self, Event(what, request.tag, route.sent, over.size()), route.staging)
+        if what == "reduce" and self.compares_reductions and self.original.shares_all:
+            read = (over.size() - 1) * owned_bytes(request.transfers, [over.rank()])  # in the others' gradients
+            return SilentRoute(self, Event(what, request.tag, ranks=over.size(), read=read))
         if data.shards_replicas and over is data.replicate_group:
             what = "gather over replicas" if what == "gather" else "reduce over replicas"
-        route = self.original.between(request)
-        return SilentRoute(self, Event(what, request.tag, route.sent, over.size()), route.staging)
+        return SilentRoute(self, *self._exchange(what, request))
+
+    def _exchange(self, what: Action, request: Request) -> tuple[Event, tuple[int, ...]]:
+        """What this rank sends and reads, and the staging of its messages."""
+        original, transfers, over = self.original, request.transfers, request.process_group
+        if not isinstance(original, HostsTransport):
+            route = original.between(request)
+            return Event(what, request.tag, route.sent, over.size()), (route.staging,)
+        local, sources = original.local_ranks, original.peers.sources
+        routes = [
+            original.private._route(request._replace(**_seen_by(member, request, local))) for member in local.members
+        ]
+        read = owned_bytes(transfers, [over.rank(), *sources])
+        if request.direction == "gather":  # the rest of it
+            read = sum(param.numel * full.itemsize for plan, full, _ in transfers for param in plan.params) - read
+        else:
+            read *= local.size - 1
+        sent, by_host, hosts = routes[local.rank].sent, sum(each.sent for each in routes), original.peers.most + 1
+        return Event(what, request.tag, sent, hosts, read, by_host=by_host), (routes[local.rank].staging,)
 
     def sum_route(self, transfers: Sequence[Transfer], process_group: Any, tag: int) -> Route:
         size, private = process_group.size(), self.original.private
         sent = sum_route(private, transfers, process_group, tag, self._computes_on).sent
         if not self.compares_reductions:
             return SilentRoute(self, Event("all-reduce", tag, sent, size), is_sum=True)
+        if isinstance(self.original, HostsTransport):
+            halves = halves_of_sum(Request("reduce", transfers, process_group, tag))
+            (one, staging), (other, more) = (self._exchange("reduce", each) for each in halves)
+            both = {name: getattr(one, name) + getattr(other, name) for name in ("sent", "read", "by_host")}
+            return SilentRoute(self, one._replace(**both, ranks=2 * one.ranks - 1), (*staging, *more), is_sum=True)
         nbytes = sum(plan.shard_numel * full.itemsize for plan, full, _ in transfers)
-        peers = self.original.peers
-        sent = 0 if peers is None else nbytes * (len(peers.sources) + len(peers.targets)) // size
-        return SilentRoute(self, Event("reduce", tag, sent, read=2 * nbytes * (size - 1) // size), is_sum=True)
+        return SilentRoute(self, Event("reduce", tag, read=2 * nbytes * (size - 1) // size), is_sum=True)
+
+
+def owned_bytes(transfers: Sequence[Transfer], ranks: Sequence[int]) -> int:
+    """The bytes of full buffers that belong to some ranks."""
+    return sum(plan.owned_numel(rank) * full.itemsize for plan, full, _ in transfers for rank in ranks)
+
+
+def _seen_by(member: int, request: Request, local: LocalRanks) -> dict[str, Any]:
+    """What is different in a request of another rank of the process group."""
+    return {"process_group": _Member(request.process_group, member), "peers": peers_of(local.hosts, member)}
+
+
+@dataclass(eq=False)
+class _Member:
+    """A process group as one of its ranks sees it, for the routes that this rank has."""
+
+    over: dist.ProcessGroup
+    number: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.over.size()
 
 
 @dataclass
@@ -134,36 +181,51 @@ class SilentRoute:
 
     transport: SilentTransport
     exchange: Event
-    staging: int = 0
+    stagings: tuple[int, ...] = ()  # one after the other
     is_sum: bool = False  # whether what starts bring beside buffers are its results, too
 
     def __post_init__(self) -> None:
-        self.sent = self.exchange.sent
+        self.sent, self.staging = self.exchange.sent, sum(self.stagings)
 
     def start(
         self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
     ) -> Pending:
         listener, exchange = self.transport.listener, self.exchange
-        lease = listener.staging.lease(self.staging, META) if self.staging else NO_LEASE
         if exchange.action == "all-reduce":
             sent = 2 * sum(values.nbytes for values in zero_copy) * (exchange.ranks - 1) // exchange.ranks
             exchange = exchange._replace(sent=exchange.sent + sent)
-        return SilentPending(exchange, listener, lease, () if self.is_sum else zero_copy)
+        started = SilentPending(exchange, listener, self.stagings, () if self.is_sum else zero_copy)
+        if exchange.action == "reduce" and isinstance(self.transport.original, HostsTransport):
+            waiting = self.transport.adds_up_first
+            while waiting:  # hosts exchange a sum when the next reduction starts, or when it is waited for
+                waiting.pop().exchange()
+            waiting.append(started)
+        else:
+            started.exchange()
+        listener.started(exchange, started.kept)
+        return started
 
 
 class SilentPending:
     """An exchange that was started. It keeps zero-copy gradients until it is completed."""
 
-    def __init__(self, exchange: Event, listener: Listener, lease: Lease, kept: Sequence[torch.Tensor]) -> None:
-        self._exchange, self._listener, self._lease = exchange, listener, lease
-        self._kept = kept
-        listener.started(exchange, lease, kept)
+    def __init__(self, event: Event, listener: Listener, stagings: Sequence[int], kept: Sequence[torch.Tensor]) -> None:
+        self._event, self._listener, self._stagings, self.kept = event, listener, [*stagings], kept
+        self._lease = NO_LEASE
 
-    def finish(self) -> None:
-        self._listener.waited(self._exchange)
+    def exchange(self) -> None:
+        """Start to exchange messages: take the staging of the first, or of the next ones."""
         if self._lease is not NO_LEASE:
             self._lease.give_back()
-        self._kept = ()
+        nbytes = self._stagings.pop(0) if self._stagings else 0
+        self._lease = self._listener.staging.lease(nbytes, META) if nbytes else NO_LEASE
+        self._listener.leased(self._lease)
+
+    def finish(self) -> None:
+        self._listener.waited(self._event)
+        while self._stagings or self._lease is not NO_LEASE:
+            self.exchange()
+        self.kept = ()
 
 
 @dataclass(eq=False)
@@ -265,7 +327,7 @@ class Twins:
 
     def __init__(self, units: Sequence[Unit], listener: Listener) -> None:
         self._listener, self._memo = listener, dict[int, Any]()
-        self._transports: dict[tuple[Transport, torch.device], SilentTransport] = {}
+        self.transports: dict[tuple[Transport, torch.device], SilentTransport] = {}
         self.groups = listener.groups
         for group in (group for unit in units for group in unit.groups):
             self.groups.append(self._group(group, len(self.groups)))
@@ -316,9 +378,9 @@ class Twins:
 
     def _transport(self, transport: Transport, device: torch.device) -> SilentTransport:
         key = transport, device
-        if key not in self._transports:
-            self._transports[key] = SilentTransport(transport, device, self._listener)
-        return self._transports[key]
+        if key not in self.transports:
+            self.transports[key] = SilentTransport(transport, device, self._listener)
+        return self.transports[key]
 
     def _parameter(self, param: ShardedParameter) -> ShardedParameter:
         for module in (*(at.module for at in param.locations), getattr(param, "flat_module", None)):
@@ -341,7 +403,7 @@ class Twins:
         data = self.groups[position].data
         sent = 2 * output.nbytes * (data.replicate_size - 1) // data.replicate_size
         exchange = Event("all-reduce", position, sent, data.replicate_size)
-        self._listener.started(exchange, NO_LEASE)
+        self._listener.started(exchange)
         self._listener.waited(exchange)
 
 
