@@ -150,3 +150,36 @@ def test_numbers_are_read_in_their_bounds() -> None:
     ):
         with pytest.raises(argparse.ArgumentTypeError, match=f"expected {what}, got '{text}'"):
             read(text)
+
+
+TIMING = "--bandwidth", "1e10", "--node-bandwidth", "1e8", "--peak-flops", "1e12", "--tokens", "1"
+
+
+def test_a_table_has_a_row_for_each_number_of_hosts(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = "--hosts", "2", "64", "--ranks-per-node", "2"
+    assert explain("models_to_explain:build", *hosts, *TIMING) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[-2:]] == [["2", "2"], ["64", "2"]]
+    assert lines[-4].split()[:6] == ["hosts", "ranks", "of", "each", "a", "host"]
+    assert explain("models_to_explain:build", *hosts, *TIMING, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(each["hosts"], each["ranks_per_host"]) for each in found] == [(2, 2), (64, 2)]
+    assert found[0]["by_host"] < found[1]["by_host"]
+    assert explain("models_to_explain:build", "--ranks", "4", "--hosts", "2", *TIMING, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["estimate"]["by_host"] == found[0]["by_host"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--hosts", "2"], "--ranks is missing, or --hosts and --ranks-per-node"),
+        (["--hosts", "2", "4", "--ranks", "8"], "several numbers of --hosts need --ranks-per-node"),
+        (["--hosts", "2", "4", "--ranks-per-node", "2"], "needs --bandwidth and --peak-flops and --tokens"),
+        (["--hosts", "3", "--ranks", "8"], "hosts=3 must divide ranks=8"),
+    ],
+)
+def test_hosts_that_make_no_sense_are_refused(
+    program: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert explain("models_to_explain:build", *arguments) == 2
+    assert said in capsys.readouterr().err
