@@ -66,14 +66,14 @@ def trained_by(model: nn.Module, way: str) -> Any:
     return train
 
 
-def sharded(front_end: str = "fully_shard") -> Any:
-    """A small model with a group for each block."""
+def sharded(front_end: str = "fully_shard", **options: Any) -> Any:
+    """A small model with a group for each block. ``options`` are those of ``fully_shard``."""
     model = seeded(MLP)
     if front_end == "wrapper":
         return fullshard.FullyShardedDataParallel(model, use_orig_params=True)
     for block in model.blocks:
-        fullshard.fully_shard(block)
-    return fullshard.fully_shard(model)
+        fullshard.fully_shard(block, **options)
+    return fullshard.fully_shard(model, **options)
 
 
 def recorded(world: World, model: Any, steps: int = 2) -> Any:

@@ -13,6 +13,7 @@ import weakref
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -22,7 +23,7 @@ from fullshard.checkpoint.blocks import BlockWriter
 from fullshard.comm.waits import WAITS, Waits
 from fullshard.schedule.unit import unit_of
 from tests.fully_shard.cases import inputs
-from tests.harness import World, ranks
+from tests.harness import HOSTS, World, pretended_hosts, ranks
 from tests.report.cases import WAYS_TO_STEP, each_value, sharded, trained, trained_by
 
 
@@ -54,6 +55,33 @@ def test_each_rank_appends_a_line_for_each_step(world: World, transport: str, tm
         assert line["waited_seconds"] >= 0.09 or line["rank"] == 1
         assert (1 + gathers) * of_all // 2 <= line["received_bytes"] <= (1 + 2 * gathers) * of_all // 2
         assert 0 < line["memory_bytes"] <= line["peak_memory_bytes"]
+
+
+def received(file: Path, stage: int) -> float:
+    """Of a step, in bytes of all parameters."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
+    for layer in (*model, model):
+        fullshard.fully_shard(layer, zero_stage=stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fullshard.log_metrics(model, file):
+        model(torch.ones(2, 256)).sum().backward()
+        optimizer.step()
+    return float(json.loads(file.read_text())["received_bytes"]) / (3 * 4 * 256 * 256)
+
+
+@ranks(4)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_bytes_that_other_ranks_of_the_host_receive_are_not_counted(world: World, stage: int, tmp_path: Path) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = "hosts"
+    with pretended_hosts(HOSTS):
+        assert received(tmp_path / str(world.rank), stage) == 1 / 4 + 1 / 4, "of its one peer"
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["p2p", "collective"])
+def test_sums_over_replicas_are_received_too(world: World, transport: str, tmp_path: Path) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    assert received(tmp_path / str(world.rank), stage=0) == 1
 
 
 @ranks(2)

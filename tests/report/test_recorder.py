@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from fullshard import WirePolicy
 from fullshard.report.recorder import Recorder
 from fullshard.schedule.unit import schedule_of
 from tests.fully_shard.cases import inputs
-from tests.harness import World, ranks
+from tests.harness import HOSTS, World, pretended_hosts, ranks
 from tests.report.cases import sharded, trained
 
 
@@ -33,6 +36,35 @@ def test_spans_are_those_of_the_steps_that_were_asked_for(world: World) -> None:
     assert {span.group for span in trace.of("computation", 7)} >= {"blocks.0", "blocks.3"}
     assert [span.start for span in trace.spans] == sorted(span.start for span in trace.spans)
     assert trace.memory
+
+
+@ranks(4)
+@pytest.mark.parametrize("wire", [None, WirePolicy("int8", "int8", min_numel=1)])
+def test_messages_between_hosts_have_a_lane_of_their_own(world: World, wire: WirePolicy | None) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = "hosts"
+    with pretended_hosts(HOSTS):
+        model = sharded(**({} if wire is None else {"wire_policy": wire}))
+    train = trained(model)
+    train(0)
+    recorder = Recorder(schedule_of(model, "a test"), model, steps=1, first_step=0)
+    train(1)
+    trace = recorder.finish()
+    names = set(trace.groups)
+    for lane in ("gather", "reduce"):
+        messages = [span for span in trace.of("network") if span.what == lane]
+        assert {span.group for span in messages} == names
+        exchanges = {(each.group, each.number): each for each in trace.of(lane)}  # type: ignore[arg-type]
+        for each in messages:
+            assert each.start < each.end
+            around = exchanges[each.group, each.number]
+            assert around.start <= each.start
+            assert each.end <= around.end
+        assert len(messages) == len(exchanges)
+        whole = sum(trace.groups.values())
+        received = sum(each.nbytes for each in exchanges.values()) / whole
+        assert received == pytest.approx(len(exchanges) / len(names) / 4, rel=0.15), "of one peer, a quarter each"
+    waits = [span for span in trace.of("wait") if span.what == "gather"]
+    assert {span.group for span in waits} == names
 
 
 @ranks(2, transport="p2p")

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -57,8 +56,7 @@ def peers_of(hosts: Sequence[Sequence[int]], rank: int) -> Peers:
     away = [host for host in hosts if host is not here]
     fetched = [[each for i, each in enumerate(host) if i % len(here) == here.index(rank)] for host in away]
     targets = [host[here.index(rank) % len(host)] for host in away]
-    sizes = Counter(map(len, hosts))
-    most = max(sum(count * -(-size // each) for size, count in sizes.items()) - 1 for each in sizes)
+    most = max(sum(-(-len(host) // size) for host in hosts) - 1 for size in {*map(len, hosts)})
     return Peers([*chain(*fetched)], targets, max(1, most), here.index(rank) == 0)
 
 
@@ -193,8 +191,7 @@ class HostsReduceRoute(SharedReduceRoute):
         return 2.0 ** math.ceil(math.log2(abs(divisor))) if torch.float16 in self.dtypes else 1.0
 
     def _pieces(self, plan: BufferPlan, section: int) -> Sequence[Piece]:
-        every = chain.from_iterable(plan.pieces(owner, section) for owner in self._owners)
-        return [piece for piece in every if not piece.is_kept]
+        return [piece for owner in self._owners for piece in plan.pieces(owner, section) if not piece.is_kept]
 
     def _in_shard(self, piece: Piece) -> Piece:
         return piece.in_place

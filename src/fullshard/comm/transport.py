@@ -213,10 +213,8 @@ class Transport:
     is_custom = False
     #: Whether all ranks share memory, so that nothing is sent.
     shares_all = False
-
     #: With which ranks this one exchanges messages, where it does so for others of its host too.
     peers: Peers | None = None
-
     _private: Transport | None = None
 
     @property

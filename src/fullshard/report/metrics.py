@@ -26,7 +26,14 @@ from fullshard.disk.file import DiskFile
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.step import Action
 from fullshard.platforms import open_flags
-from fullshard.report.watching import Point, StepObserver, TimedMark, from_others
+from fullshard.report.watching import (
+    Point,
+    StepObserver,
+    TimedMark,
+    gathered_from_others,
+    reduced_from_others,
+    summed_from_replicas,
+)
 from fullshard.saves import listen
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import schedule_of
@@ -43,7 +50,7 @@ def log_metrics(model: nn.Module, to: str | os.PathLike[str] | ScalarWriter, *, 
 
     - ``seconds``: the time of the step, from the end of the step before.
     - ``waited_seconds``: how much of that time this rank waited for other ranks and for the bytes that they send.
-    - ``received_bytes``: bytes received from other ranks.
+    - ``received_bytes``: bytes received from other ranks; where ranks of several hosts share memory, from other hosts.
     - ``disk_waited_seconds``, ``disk_read_bytes``, ``disk_written_bytes``: how long this rank waited for its disk, and
       what it read and wrote there. Only with a :class:`~fullshard.DiskOffloadPolicy`.
     - ``memory_bytes``, ``peak_memory_bytes``: the memory after the step, and the largest so far. On the CPU it is the
@@ -138,10 +145,11 @@ class Metrics(StepObserver):
         self._gathered: dict[int, int] = {}  # bytes that a gather receives from others, by the id of the group
         self._reduced: dict[int, int] = {}
         for group in schedule.groups:
-            ranks = group.data.shard_size
             sections = GradientDtypes(group).sections([param.sharded.requires_grad for param in group.params])
-            self._reduced[id(group)] = from_others(full_bytes(*sections), ranks)
-            self._gathered[id(group)] = from_others(group.full.buffer.nbytes, ranks)
+            nbytes = full_bytes(*sections)
+            over_replicas = summed_from_replicas(group, nbytes // group.data.shard_size)
+            self._reduced[id(group)] = reduced_from_others(group, nbytes) + over_replicas
+            self._gathered[id(group)] = gathered_from_others(group)
         if self.clock.streams is not None:
             self.observe_lanes(self._run)
         self._transferred = DiskFile.transferred()  # up to the last step

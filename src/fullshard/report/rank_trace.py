@@ -9,6 +9,7 @@ All times are in nanoseconds of the clock of rank 0's host. One rank, one step::
     computation   | a | b |    c    |        | c  |  b  |   a  |                        nested like the units
     gather      |a|   |  c  |                  |  b  |                                  from its start to its end
     reduce                                        |  c  |  b |   a  |
+    network      |-|      |-|                     |-|  |-|   |-|                        messages between hosts
     host          |+|      |+|                   |+|                                    starts and completes exchanges
     wait                   |-|                                   |--|                   for another rank, or its bytes
     disk        |-|                                                      |--|           waits for a disk
@@ -20,9 +21,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-Lane = Literal["pass", "computation", "gather", "reduce", "all-reduce", "host", "wait", "disk"]
+Lane = Literal["pass", "computation", "gather", "reduce", "all-reduce", "network", "host", "wait", "disk"]
 #: All lanes, in the order in which they are drawn.
-LANES: tuple[Lane, ...] = ("pass", "computation", "gather", "reduce", "all-reduce", "host", "wait", "disk")
+LANES: tuple[Lane, ...] = ("pass", "computation", "gather", "reduce", "all-reduce", "network", "host", "wait", "disk")
 
 #: Grows when older files cannot be read any more.
 _VERSION = 1
@@ -32,11 +33,11 @@ class Span(NamedTuple):
     """The time from the start to the end of one activity.
 
     Args:
-        lane: its kind: a pass of a step, the computation of a unit, a communication, the host's work for a
-            communication, a wait for other ranks, or a wait for a disk.
+        lane: its kind: a pass of a step, the computation of a unit, a communication, its messages between hosts whose
+            ranks share memory (``network``), the host's work for it, a wait for other ranks, or a wait for a disk.
         what: for passes and computation ``forward``, ``backward``, ``recomputation`` or ``optimizer``. For a
-            communication, and for a wait for one, the lane of the communication. For any other wait a description of
-            what is waited for.
+            communication, its messages, and a wait for it, the lane of the communication. For any other wait a
+            description of what is waited for.
         group: the name of the group or unit; ``""`` if there is none.
         during: the pass in which it began; ``""`` between passes.
         step: the number of the training step, counted from the user's ``first_step``.

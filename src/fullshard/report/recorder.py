@@ -19,13 +19,20 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
-from fullshard.comm.waits import Wait
+from fullshard.comm.waits import WAITS, Wait
 from fullshard.device import Mark, Pending
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import plain_name
 from fullshard.group.step import Action
 from fullshard.report.rank_trace import Lane, RankTrace, Span
-from fullshard.report.watching import Point, StepObserver, TimedMark, from_others
+from fullshard.report.watching import (
+    Point,
+    StepObserver,
+    TimedMark,
+    gathered_from_others,
+    reduced_from_others,
+    summed_from_replicas,
+)
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.states import Backward
 from fullshard.torch_private import running_backward
@@ -102,8 +109,10 @@ class Recorder(StepObserver):
         self._groups = list(schedule.groups)
         self._names = _names_of(self._groups)
         self._by_tag = {group.tag: self._names[id(group)] for group in self._groups}
-        wholes = ((self._names[id(g)], g.full.buffer.nbytes, g.data.shard_size) for g in self._groups)
-        self._received = {name: from_others(nbytes, size) for name, nbytes, size in wholes}
+        self._received = {self._names[id(group)]: gathered_from_others(group) for group in self._groups}
+        #: The process groups of groups that hosts exchange by messages, by tag; these messages, by group and start.
+        self._of_hosts = {each.tag: each.data.shard_group for each in self._groups if each.transport.peers is not None}
+        self._network: dict[tuple[str, int], Span] = {}
         self.observe_lanes(self._run)
         self._hooks: list[RemovableHandle] = []
         self._units: dict[Any, str] = {}
@@ -125,7 +134,8 @@ class Recorder(StepObserver):
         """Return what was recorded, with times of this host's clock."""
         self.clock.end()
         time_of = self.clock.time_of
-        spans = [span._replace(start=time_of(span.start), end=time_of(span.end)) for span in self._spans]
+        every = [*self._spans, *self._network.values()]
+        spans = [span._replace(start=time_of(span.start), end=time_of(span.end)) for span in every]
         return RankTrace(
             dist.get_rank() if dist.is_initialized() else 0,
             socket.gethostname(),
@@ -164,19 +174,24 @@ class Recorder(StepObserver):
             name, nbytes = self._gathering, self._received.get(self._gathering, 0)
         else:
             reduction = start.__self__  # type: ignore[attr-defined]
-            name, data = self._names.get(id(reduction._of.group), "?"), reduction._of.group.data
+            group = reduction._of.group
+            name = self._names.get(id(group), "?")
             if lane == "reduce":
-                nbytes = from_others(sum(part.full.nbytes for part in reduction._plan.parts), data.shard_size)
+                nbytes = reduced_from_others(group, sum(part.full.nbytes for part in reduction._plan.parts))
             else:
-                nbytes = 2 * from_others(sum(each.nbytes for each in reduction._outputs), data.replicate_size)
+                nbytes = summed_from_replicas(group, sum(each.nbytes for each in reduction._outputs))
         return _Communication(self, lane, name, nbytes).run(run, start, then, after)
 
     def waited(self, wait: Wait, begin: int, end: int) -> None:
         group, what, number = "", wait.what, 0
         if wait.tag >= 0:
             group = self._by_tag.get(wait.tag, "?")
-            what = "gather" if wait.gathers else "reduce"
+            what = "gather" if wait.gathers or "gather" in wait.what else "reduce"
             number = self.under_way.get((what, group), 0)
+            if wait.process_group is not None and self._of_hosts.get(wait.tag) is wait.process_group:
+                start = WAITS.begun[wait.tag, wait.gathers]
+                span = Span("network", what, group, self.during, self.step, start, end, number)
+                self._network[f"{what} {group}", start] = span  # up to its last round
         else:
             number = self.count(what, group)
         self.note(Span("wait", what, group, self.during, self.step, begin, end, number))

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fullshard.comm.waits import WAITS, Wait
 from fullshard.device import Mark, Streams, is_host, streams_of
 from fullshard.disk.file import DiskWork
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.step import Action
 from fullshard.platforms import linux, peak_memory
 from fullshard.schedule.schedule import Schedule
@@ -208,9 +209,27 @@ class StepObserver:
         return streams is not None and streams.current(self.schedule.device) not in self._streams
 
 
-def from_others(nbytes: int, ranks: int) -> int:
-    """The bytes that a rank receives from other ranks when it gathers ``nbytes``."""
-    return nbytes * (ranks - 1) // ranks
+def gathered_from_others(group: ParamGroup) -> int:
+    """The bytes that this rank receives in a gather of a group. On a host whose ranks share memory, others receive the
+    rest."""
+    peers, ranks = group.transport.peers, group.data.shard_size
+    return group.full.buffer.nbytes * (ranks - 1 if peers is None else len(peers.sources)) // ranks
+
+
+def reduced_from_others(group: ParamGroup, nbytes: int) -> int:
+    """The bytes that this rank receives in a reduction of gradients of ``nbytes``, or reads where all share memory."""
+    peers, data = group.reduce_transport.peers, group.data
+    if data.shard_size > 1:
+        return nbytes * (data.shard_size - 1 if peers is None else len(peers.targets)) // data.shard_size
+    both = 2 * (data.replicate_size - 1) if peers is None else len(peers.targets) + len(peers.sources)
+    return nbytes * both // data.replicate_size  # sums that all get
+
+
+def summed_from_replicas(group: ParamGroup, nbytes: int) -> int:
+    """The same, where a reduction is followed by one over replicas, of what is ``nbytes`` on this rank."""
+    data = group.data
+    passes = 0 if data.shard_size == 1 else 1 if data.shards_replicas else 2
+    return passes * nbytes * (data.replicate_size - 1) // data.replicate_size
 
 
 class TimedMark:
