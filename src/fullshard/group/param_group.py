@@ -106,11 +106,10 @@ class ParamGroup(GroupContext):
         if self.shard.has_meta:
             self.shard.refuse_meta()
         try:
-            try:
-                full.gather()
-            except NothingToShareError:
-                self.use_own_memory()
-                full.gather()
+            full.gather()
+        except NothingToShareError:
+            self.use_own_memory()
+            self.unshard()
         except BaseException:
             self.module_params.show_sharded()
             raise
