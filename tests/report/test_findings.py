@@ -60,3 +60,22 @@ def test_what_costs_nothing_comes_last() -> None:
     assert [finding.kind for finding in found][-1] == "prefetch"
     assert found[-1].share == 0
     assert [finding.share for finding in found] == sorted((finding.share for finding in found), reverse=True)
+
+
+def test_what_an_eighth_of_the_bytes_between_hosts_would_give_is_told() -> None:
+    """Two ranks of a host that exchange for 45 of 100 ms with others, and wait 15 of them for bytes."""
+    ranks = [by_hand(rank) for rank in range(2)]
+    assert "between hosts" not in {finding.kind for finding in findings(ranks)}
+    for rank in ranks:
+        gathers = [span for span in rank.spans if span.lane == "gather"]
+        rank.spans = [span._replace(nbytes=9_000_000 * (span.lane == "gather")) for span in rank.spans]
+        rank.spans += [span._replace(lane="network", start=span.end - 45 * MS) for span in gathers]
+        rank.spans = [each._replace(end=each.start + 15 * MS) if each.lane == "wait" else each for each in rank.spans]
+    (found,) = [finding for finding in findings(ranks) if finding.kind == "between hosts"]
+    assert "in a step from the others, in 45 ms (0.40 GB/s), and its ranks wait 15 ms for bytes" in found.text
+    assert "a step would take about 85 ms instead of 100 ms" in found.text
+    assert found.share == pytest.approx(0.15)
+    for rank in ranks:  # of less than a seventh of the time on the network nothing is left: some of a longer wait is
+        rank.spans = [each._replace(end=each.start + 45 * MS) if each.lane == "wait" else each for each in rank.spans]
+    (found,) = [finding for finding in findings(ranks) if finding.kind == "between hosts"]
+    assert found.share == pytest.approx(45 * 7 / 8 / 100)

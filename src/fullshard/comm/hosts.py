@@ -111,7 +111,7 @@ class HostsTransport(ShmTransport):
             theirs = events[at : at + _EVENT]
             is_over = theirs[0] > number and theirs[0] // ROUND == number // ROUND  # all have begun it, if so
             if theirs != mine and not is_over:
-                one, other = (_KINDS[kind] + (f" {named(tag)}" if tag >= 0 else "") for _, kind, tag, _ in (mine, theirs))
+                one, other = (f"{_KINDS[k]} {named(t) if t >= 0 else ''}".strip() for _, k, t, _ in (mine, theirs))
                 raise RuntimeError(
                     f"rank {ranks[here]} {one}{' in other memory' * (one == other)} where rank {ranks[rank]} {other} "
                     f"on the same host, or has given up after an error: all ranks must run the same sharded modules in "

@@ -12,11 +12,20 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Literal, NamedTuple
 
-from fullshard.report.rank_trace import RankTrace, Span, Work, own_work, shares
-from fullshard.text import percent, seconds_text, wrapped
+from fullshard.report.rank_trace import RankTrace, Span, Work, covered, own_work, shares
+from fullshard.text import bytes_text, percent, seconds_text, wrapped
 
 Kind = Literal[
-    "slow rank", "late gathers", "late reductions", "copies", "outside", "optimizer", "prefetch", "balance", "disk"
+    "slow rank",
+    "late gathers",
+    "late reductions",
+    "between hosts",
+    "copies",
+    "outside",
+    "optimizer",
+    "prefetch",
+    "balance",
+    "disk",
 ]
 
 #: A share of a step below which a finding is not reported.
@@ -114,7 +123,8 @@ def findings(ranks: Sequence[RankTrace]) -> list[Finding]:
         *_late(complete, waits, step, "gather"),
         *_late(complete, waits, step, "reduce"),
     ]
-    found = sorted([*(found or [_balance(waits, step)]), *_parts(complete, step)], key=lambda finding: -finding.share)
+    others = *_between_hosts(complete, waits, step), *_parts(complete, step)
+    found = sorted([*(found or [_balance(waits, step)]), *others], key=lambda finding: -finding.share)
     return [*found, *_prefetch(complete)]
 
 
@@ -204,6 +214,29 @@ def _late(ranks: Sequence[RankTrace], waits: Sequence[Waited], step: float, what
         "a lower precision (reduce_dtype). The last reduction of a backward is never hidden."
     )
     return [Finding("late reductions", text, advice, total / step, group=most[0][0])]
+
+
+def _between_hosts(ranks: Sequence[RankTrace], waits: Sequence[Waited], step: float) -> list[Finding]:
+    """Finds how fast a host gets bytes from others, and what fewer of them would give."""
+    received, lengths, hosts = 0.0, list[float](), Counter(rank.host for rank in ranks)
+    for rank in ranks:
+        steps = rank.steps()
+        spans = [span for span in rank.spans if span.step in steps]
+        moving = [span for span in spans if span.lane == "network"]
+        moving = moving or [span for span in spans if hosts[rank.host] == 1 and span.nbytes]
+        lengths.append(covered(moving) / len(steps))
+        received += sum(span.nbytes for span in spans) / len(steps) / len(hosts)
+    length, waiting = mean(lengths), sum(wait.length for wait in waits if wait.by is None) / len(ranks)
+    if not length or waiting < _WORTH_SAYING * step:
+        return []
+    saved = min(waiting, 7 / 8 * length)
+    text = f"A host gets {bytes_text(received)} in a step from the others, in {_time(length)} "
+    text += (
+        f"({received / length:.2f} GB/s), and its ranks wait {_time(waiting)} for bytes. With an eighth of the bytes "
+    )
+    text += f"a step would take about {_time(step - saved)} instead of {_time(step)}."
+    advice = "Send fewer: encode messages (wire_policy), replicate over hosts (a mesh of two dimensions), or use more "
+    return [Finding("between hosts", text, f"{advice}micro-batches in each step.", saved / step)]
 
 
 def _parts(ranks: Sequence[RankTrace], step: float) -> list[Finding]:

@@ -177,6 +177,11 @@ def shares(rank: RankTrace) -> Shares:
     return Shares(*(total / max(1, len(steps)) for total in sums))
 
 
+def covered(spans: Iterable[Span]) -> int:
+    """Nanoseconds in which at least one of the spans was under way."""
+    return _total(_merged((span.start, span.end) for span in spans))
+
+
 class Work(NamedTuple):
     """How long one rank computed in one unit in an average step, in nanoseconds, without nested units and waits."""
 
