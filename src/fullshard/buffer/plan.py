@@ -147,11 +147,6 @@ class Piece:
         """The piece in a shard, as a view; ``shard`` is that of rank 0 if it is one of all ranks."""
         return shard.as_strided(self.shape, self.shard_stride, shard.storage_offset() + self.shard_start)
 
-    @property
-    def in_place(self) -> Piece:
-        """The same, where the shard is the full buffer."""
-        return replace(self, shard_start=self.full_start, shard_stride=self.full_stride)
-
     def part(self, first: int, stop: int) -> Piece:
         """The indices from ``first`` to ``stop`` along the first dim."""
         (_, full, shard), *others = zip(self.shape, self.full_stride, self.shard_stride, strict=True)

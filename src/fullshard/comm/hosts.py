@@ -35,7 +35,7 @@ from fullshard.buffer.slots import SlotPool
 from fullshard.comm.local_ranks import LocalRanks, find_local_ranks
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.shm import PendingSharedReduction, SharedReduceRoute, ShmTransport, address_space, shifts_of
-from fullshard.comm.sums import SUM_DTYPES
+from fullshard.comm.sums import SUM_DTYPES, Sources
 from fullshard.comm.transport import PLAIN_SUM, Peers, Reduction, Request, Route, Shards, Transfer
 from fullshard.comm.waits import named
 from fullshard.device import Pending, Started
@@ -194,15 +194,15 @@ class HostsReduceRoute(SharedReduceRoute):
         return [piece for owner in self._owners for piece in plan.pieces(owner, section) if not piece.is_kept]
 
     def _in_shard(self, piece: Piece) -> Piece:
-        return piece.in_place
+        return replace(piece, shard_start=piece.full_start, shard_stride=piece.full_stride)
 
-    def add_up(self, slots: tuple[Segment | None, ...], reading: PendingSharedReduction) -> None:
+    def add_up(self, reading: PendingSharedReduction) -> None:
         divisor = self._divisor(reading.divisor)
-        for total in self.bind(slots)[0]:
+        for total in self.bind(reading.slots)[0]:
             total.write(self.fulls, divisor)
         self._sums = []
         for piece in self._kept:
-            terms = [piece.of_full(each) for each in self._in_slots(piece.section, slots)]
+            terms = [piece.of_full(each) for each in self._in_slots(piece.section, reading.slots)]
             dtype = SUM_DTYPES[terms[0].dtype]
             self._sums.append(sum((term.to(dtype) for term in terms[1:]), terms[0].to(dtype)) / divisor)
 
@@ -231,29 +231,25 @@ class HostsSumRoute(HostsReduceRoute):
             foreach_copy(places, zero_copy)
         return super().start([*shards, *zero_copy], reduction)
 
-    def add_up(self, slots: tuple[Segment | None, ...], reading: PendingSharedReduction) -> None:
-        super().add_up(slots, reading)
-        reading.slots = slots
-
     def exchange(self, reading: PendingSharedReduction) -> Pending:
-        return Started(partial(self._complete, super().exchange(reading), reading, reading.shards))
+        others = self.bind(reading.slots)[1]
+        return Started(partial(self._complete, super().exchange(reading), reading.number, reading.shards, others))
 
-    def _complete(self, sums: Pending, reading: PendingSharedReduction, shards: Sequence[torch.Tensor]) -> None:
+    def _complete(self, sums: Pending, number: int, shards: Sequence[torch.Tensor], others: Sources) -> None:
         """Bring the sums of all ranks to the shards, when this rank has its own there."""
         sums.finish()
-        transport, number = self.transport, reading.number
         if there := [piece.of_shard(shards[piece.section]) for piece in self._own]:
             foreach_copy(self._here, there)
             foreach_copy(there, self._here)  # rounded, as the others see them
         self._spread.start().finish()
-        transport.summed.set(number)
-        transport.local_ranks.wait(transport.summed, number, "a reduction", self.tag)
-        if others := self.bind(reading.slots)[1]:
+        self.transport.summed.set(number)
+        self.transport.local_ranks.wait(self.transport.summed, number, "a reduction", self.tag)
+        if others:
             foreach_copy([at.of_shard(shards[at.section]) for at, _ in others], [values for _, values in others])
         self.over.set(number)
 
-    def _summed_by_others(self, slots: tuple[Segment | None, ...]) -> list[tuple[Piece, torch.Tensor]]:
-        found, local_ranks = list[tuple[Piece, torch.Tensor]](), self.transport.local_ranks
+    def _summed_by_others(self, slots: tuple[Segment | None, ...]) -> Sources:
+        found, local_ranks = Sources(), self.transport.local_ranks
         fulls = [self._in_slots(i, slots) for i in range(len(self.plans))]
         for at, member in enumerate(local_ranks.members):
             owners = {member, *peers_of(local_ranks.hosts, member).sources} - {self.rank}

@@ -30,7 +30,7 @@ from fullshard.buffer.shared_memory import LINE, Address, Counters, File, Segmen
 from fullshard.buffer.slots import Lease
 from fullshard.comm.local_ranks import LocalRanks, PassBarrier
 from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.sums import BLOCK, PieceRoute, Sum, blocks
+from fullshard.comm.sums import BLOCK, PieceRoute, Sources, Sum, blocks
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, SharedMemory, StillRead, Transfer, Transport
 from fullshard.comm.waits import Wait, lost, named
 from fullshard.device import Done, Pending
@@ -133,11 +133,12 @@ class ShmTransport(Transport):
                 if dropped != self._purged[rank]:
                     self._forget_slots_of(rank)
                     self._purged[rank] = dropped
-            slots = tuple(self._slot_of(rank, reading) for rank in range(self.local_ranks.size))
-            reading.route.add_up(slots, reading)
+            reading.slots = tuple(self._slot_of(rank, reading) for rank in range(self.local_ranks.size))
+            reading.route.add_up(reading)
             self.done.set(reading.number)
             reading.exchange = reading.route.exchange(reading)
-            reading.shards = ()  # they are gradients now: the mark by which the slot is taken again must not keep them
+            # The shards are gradients now: the mark by which the slot is taken again must not keep them.
+            reading.shards = reading.slots = ()
 
     def _slot_of(self, rank: int, reading: PendingSharedReduction) -> Segment | None:
         """Where ``rank`` has the values to be added up; ``None`` for this one."""
@@ -201,7 +202,7 @@ class PendingSharedReduction(StillRead):
     shards: Sequence[torch.Tensor]  # none any more once it was read
     divisor: float
     exchange: Pending = field(default_factory=Done)  # what follows when this rank has read its part
-    slots: tuple[Segment | None, ...] = ()  # of the ranks, if what follows reads them
+    slots: tuple[Segment | None, ...] = ()  # of the ranks, while they are read
 
     def finish(self) -> None:
         self.route.transport.read_up_to(self.number)
@@ -231,7 +232,7 @@ class SharedReduceRoute(PieceRoute):
         self._starts = [int(full.storage_offset()) * full.itemsize for full in self.fulls]
         #: The same on ranks that reduce the same parameters.
         self.subject = hash((*self._starts, *(plan.full_offsets for plan in self.plans)))
-        self.known: dict[tuple[Segment | None, ...], tuple[list[Sum], list[tuple[Piece, torch.Tensor]]]] = {}
+        self.known: dict[tuple[Segment | None, ...], tuple[list[Sum], Sources]] = {}
 
     def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
         """Tell the other ranks that the values are ready."""
@@ -249,9 +250,9 @@ class SharedReduceRoute(PieceRoute):
         transport.under_way.append(reading)
         return reading
 
-    def add_up(self, slots: tuple[Segment | None, ...], reading: PendingSharedReduction) -> None:
+    def add_up(self, reading: PendingSharedReduction) -> None:
         """Write this rank's part of the sums to its shards."""
-        for total in self.bind(slots)[0]:
+        for total in self.bind(reading.slots)[0]:
             total.write(reading.shards, reading.divisor)
 
     def exchange(self, reading: PendingSharedReduction) -> Pending:
@@ -259,7 +260,7 @@ class SharedReduceRoute(PieceRoute):
         return Done()
 
     @torch.inference_mode(False)
-    def bind(self, slots: tuple[Segment | None, ...]) -> tuple[list[Sum], list[tuple[Piece, torch.Tensor]]]:
+    def bind(self, slots: tuple[Segment | None, ...]) -> tuple[list[Sum], Sources]:
         """The sums of what lies in the ranks' slots, and what is copied from there. Kept for the next time."""
         if slots in self.known:
             return self.known[slots]
@@ -277,7 +278,7 @@ class SharedReduceRoute(PieceRoute):
         """What this rank adds up."""
         return plan.pieces(self.rank, section)
 
-    def _summed_by_others(self, slots: tuple[Segment | None, ...]) -> list[tuple[Piece, torch.Tensor]]:
+    def _summed_by_others(self, slots: tuple[Segment | None, ...]) -> Sources:
         """What this rank gets of the others' sums, and where they have it: nothing."""
         return []
 
@@ -317,11 +318,11 @@ class SharedSumRoute(SharedReduceRoute):
         plans = list(enumerate(self.plans))[first:]
         return [(rank, piece) for i, plan in plans for rank in others for piece in plan.pieces(rank, i)]
 
-    def add_up(self, slots: tuple[Segment | None, ...], reading: PendingSharedReduction) -> None:
+    def add_up(self, reading: PendingSharedReduction) -> None:
         """Write this rank's part to its shards and, while it is in a cache, to its slot; then copy those of the others
         from theirs."""
         transport, shards = self.transport, reading.shards
-        sums, others = self.bind(slots)
+        sums, others = self.bind(reading.slots)
         for total in sums:
             total.write(shards, reading.divisor)
             mine, block = total.block.of_shard(shards[total.block.section]), total.block
@@ -340,7 +341,7 @@ class SharedSumRoute(SharedReduceRoute):
         shift = self._shifts[piece.section][bisect_right(starts, piece.full_start) - 1]
         return replace(piece, shard_start=piece.full_start + shift, shard_stride=piece.full_stride)
 
-    def _summed_by_others(self, slots: tuple[Segment | None, ...]) -> list[tuple[Piece, torch.Tensor]]:
+    def _summed_by_others(self, slots: tuple[Segment | None, ...]) -> Sources:
         fulls, others = [self._in_slots(i, slots) for i in range(len(self.plans))], self._pieces_of_others(0)
         return [(self._in_shard(piece), piece.of_full(fulls[piece.section][rank])) for rank, piece in others]
 

@@ -20,6 +20,7 @@ from fullshard.buffer.slots import Lease
 from fullshard.comm.transport import Peers, Request, alias
 from fullshard.torch_private import premultiplied_sum
 
+Sources = list[tuple[Piece, torch.Tensor]]  # pieces, and where their values are
 BLOCK = 2**17  # elements that are added up at a time: what is added and its sum fit in a cache
 
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)

@@ -177,9 +177,8 @@ class Gradients:
         grad, buffer, views = self._waiting[index], self.buffer, self.buffer.views
         is_kept = index in views.kept and buffer.slot.pool.is_host
         if is_kept and len(self._waiting) > 1:
-            self._group.comm.reductions.wait_for_oldest(
-                buffer.most - 1, buffer.most
-            )  # or there are those of two groups
+            # Or there are those of two groups.
+            self._group.comm.reductions.wait_for_oldest(buffer.most - 1, buffer.most)
         self._waiting_bytes += buffer.nbytes[index]
         if self._waiting_bytes >= buffer.most_waiting:
             self.copy_waiting()
