@@ -13,17 +13,18 @@ Owns this memory, and how it is saved and loaded. Routes write what is lost and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import torch
 
 from fullshard.buffer.messages import vectors, zero_copy_in
 from fullshard.buffer.plan import BufferPlan
+from fullshard.comm.process_group import all_reduce
 from fullshard.comm.transport import Feedback, Wire
 from fullshard.group.context import GroupContext
 from fullshard.group.gradient_buffer import GradientBuffer, Part, WholeViews
-from fullshard.group.parameter import IndexedTensor, local_tensor
+from fullshard.group.parameter import local_tensor
 
 _DTYPE = torch.bfloat16
 
@@ -125,13 +126,17 @@ class GradientFeedback:
                 if not piece.is_kept and piece.part_of >= wire.min_numel:  # others travel as they are
                     piece.of_full(wire.feedback.lost[at]).copy_(piece.of_shard(shards[at]))
 
-    def summed(self, chunks: Iterable[IndexedTensor]) -> dict[int, torch.Tensor]:
-        """What the next gradients lack, with the ``chunks`` of this rank of what may have been lost: of the mean over
-        all ranks, in bf16, by parameter."""
-        found, least = dict(self._loaded), self._group.options.wire.min_numel
-        for index, chunk in chunks:
-            if self._group.params[index].shape.numel() >= least:
-                found[index] = chunk.to(_DTYPE)
+    def summed(self) -> dict[int, torch.Tensor]:
+        """What the next gradients lack: this rank's chunks of the mean over all ranks, in bf16, by parameter."""
+        group, found, views = self._group, dict(self._loaded), self._lost
+        for index in sorted(self._buffer.trained) if views is not None else ():
+            param = group.params[index]
+            if param.shape.numel() >= group.options.wire.min_numel:
+                lost = views.read(index).float()
+                for over in filter(None, (group.reduce_process_group, group.data.replicate_group)):
+                    all_reduce(lost, over, f"what was lost of the gradient of '{param.name}'")
+                if (chunk := param.chunk_of(lost)).numel():
+                    found.setdefault(index, (chunk / group.divisor).to(_DTYPE))
         return found
 
 

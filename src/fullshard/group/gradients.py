@@ -327,11 +327,9 @@ class Gradients:
         """What the next gradients lack, see :meth:`GradientFeedback.summed`. Ranks: all ranks of the group, between
         steps."""
         self.feedback.forget_given_up()
-        if not self.feedback.tensors():
-            return self.feedback.summed(())
         if not self._arrived and self._module_params.trainable != self._trainable:
             self._lay_out()
-        return self._reducer.lost()
+        return self.feedback.summed()
 
     def load_lost(self, chunks: Mapping[int, torch.Tensor]) -> None:
         """Load what :meth:`lost` returned, perhaps on other ranks, in place of what there is."""

@@ -15,10 +15,9 @@ when it is set. :mod:`fullshard.group.gradients` decides which gradients take pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 
 import torch
 
@@ -27,7 +26,7 @@ from fullshard.buffer.plan import BufferPlan
 from fullshard.buffer.sections import starts, views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.all_reduce import sum_route
-from fullshard.comm.transport import PLAIN_SUM, Feedback, Reduction, Route, StillRead, Transfer, Wire
+from fullshard.comm.transport import PLAIN_SUM, Feedback, Reduction, Route, StillRead, Transfer
 from fullshard.comm.waits import waiting
 from fullshard.device import Done, HoldingMark, Mark, Pending, beside, copy_to_host
 from fullshard.group.comm_context import Reductions
@@ -72,12 +71,6 @@ class SecondHop:
             self._route = sum_route(group.reduce_transport.private, [], replicas, group.tag, group.device)
         return values, self._route.start((), PLAIN_SUM, *values)
 
-    def sum_exactly(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The results of ``values`` of any dtype, without a wire."""
-        results, pending = self.start(values)
-        pending.finish()
-        return results
-
     def release(self, read: Mark | None = None) -> None:
         """Give the memory back, once ``read`` has passed."""
 
@@ -117,23 +110,14 @@ class ScatterHop(SecondHop):
                 for part, memory in zip(self.parts, lost, strict=True):
                     for index, start, param in zip(part.indices, part.plan.full_offsets, part.plan.params, strict=True):
                         self._lost[index] = memory[start : start + param.numel]
-            self._route = self._over_replicas(self._views, outputs, wire)
+            plans = [part.plan for part in self.parts]
+            transfers, over = list(map(Transfer, plans, self._views, outputs)), group.data.replicate_group
+            self._route = group.reduce_transport.private.reduce_route(transfers, over, group.tag, wire)
         for index, own in self._lost.items():
             if (before := self._losses.get(index)) is not None and before is not own:
                 own.copy_(before)  # another set of parameters was reduced last
             self._losses[index] = own
         return outputs, self._route.start(outputs, PLAIN_SUM)
-
-    def sum_exactly(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        sums = [value.new_zeros(part.plan.shard_numel) for part, value in zip(self.parts, values, strict=True)]
-        self._over_replicas(values, sums, None).start(sums, PLAIN_SUM).finish()
-        return sums
-
-    def _over_replicas(
-        self, values: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], wire: Wire | None
-    ) -> Route:
-        group, transfers = self.group, map(Transfer, [part.plan for part in self.parts], values, outputs)
-        return group.reduce_transport.private.reduce_route([*transfers], group.data.replicate_group, group.tag, wire)
 
     def release(self, read: Mark | None = None) -> None:
         self.buffer.give_back(read)
@@ -190,7 +174,7 @@ class Reducer:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def plan(self, wanted: frozenset[int], is_final: bool, sums: bool = False) -> ReductionPlan:
+    def plan(self, wanted: frozenset[int], is_final: bool, sums: bool) -> ReductionPlan:
         """Make the plan of a reduction of these parameters. Usually every step has the same."""
         if len(self.plans) == MOST_PLANS:
             del self.plans[next(iter(self.plans))]
@@ -240,25 +224,6 @@ class Reducer:
         """The chunks of the gradients of ``members``, in the shard that ``rank`` has by a plan, on meta."""
         shard, trained = torch.empty(plan.shard_numel, device="meta"), self.buffer.trained
         return [(i, part) for i, part in self.module_params.gradient_views(members, plan, shard, rank) if i in trained]
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def lost(self) -> Mapping[int, torch.Tensor]:
-        """What encodings have lost of all gradients, summed over the ranks: see :meth:`GradientFeedback.summed`."""
-        group, wanted = self.group, self.buffer.trained
-        is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
-        plan = self.plans.get((wanted, is_final, False)) or self.plan(wanted, is_final)
-        parts, second = plan.parts, plan.second
-        lost = [each.float() for each in self.feedback.lost_of(parts, plan.zero_copy)]
-        sums: Sequence[torch.Tensor] = [
-            each.new_zeros(part.plan.shard_numel) for part, each in zip(parts, lost, strict=False)
-        ]
-        transfers = [Transfer(part.plan, *each) for part, *each in zip(parts, lost, sums, strict=False)]
-        route = group.reduce_transport.reduce_route(transfers, group.reduce_process_group, group.tag)
-        route.start(sums, Reduction(group.divisor, group.options.sum_only), *lost[len(parts) :]).finish()
-        if second is not None:
-            parts, sums = second.parts, second.sum_exactly(sums)
-        return self.feedback.summed(chain.from_iterable(map(Part.locals, parts, sums)))
 
     def release(self) -> None:
         """Give back what reductions that an error cut short have taken."""
