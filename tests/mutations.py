@@ -478,8 +478,8 @@ MUTATIONS = (
     ),
     Mutation(
         "group/gradient_buffer.py",
-        "in_use else most - 1, most)",
-        "in_use else most - 1, most - 1)",
+        "in_use else self.most - 1, self.most)",
+        "in_use else self.most - 1, self.most - 1)",
         "tests/simulated/test_overlap.py::test_the_all_reduces_of_so_many_reductions_may_run",
     ),
     Mutation(
@@ -631,8 +631,8 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/hosts.py",
-        "return [piece for piece in every if not piece.is_kept]",
-        "return [*every]",
+        "for piece in plan.pieces(owner, section) if not piece.is_kept]",
+        "for piece in plan.pieces(owner, section)]",
         "tests/comm/test_hosts.py::test_hosts_train_as_one_rank_alone",
     ),
     Mutation(
@@ -650,8 +650,8 @@ MUTATIONS = (
     # memory that the ranks of a host share
     Mutation(
         "comm/shm.py",
-        "self.done.set(reading.number)\n            if",
-        "if",
+        "self.done.set(reading.number)\n            reading.exchange",
+        "reading.exchange",
         "tests/comm/test_shm.py::test_a_slot_may_be_written_once_the_slowest_rank_has_read_it",
     ),
     Mutation(
@@ -692,7 +692,7 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/local_ranks.py",
-        "or look is None or not everyone:",
+        "or look is None or failed:",
         "or look is None:",
         "tests/comm/test_local_ranks.py::test_if_one_rank_cannot_nobody_shares",
     ),

@@ -12,6 +12,7 @@ from torch.optim import SGD
 
 import fullshard
 from fullshard import WirePolicy
+from fullshard.group.feedback import GradientFeedback
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import local_tensor
 from fullshard.optim import ShardedGradScaler
@@ -71,7 +72,8 @@ def test_exact_reductions_keep_no_memory(world: World) -> None:
     model: Any = fullshard.fully_shard(seeded(MLP), wire_policy=WirePolicy(gather="int8", min_numel=0))
     model(torch.ones(2, 6)).sum().backward()
     (group,) = (group for unit in units_in(model) for group in unit.groups)
-    assert not group.gradients.feedback.tensors()
+    feedback: GradientFeedback = group.gradients.feedback
+    assert not feedback.tensors()
     assert group.gradients.lost() == {}
 
 
