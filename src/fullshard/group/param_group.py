@@ -95,18 +95,17 @@ class ParamGroup(GroupContext):
             raise RuntimeError(f"{self} was used inside summon_full_params: leave it before forward or backward")
         if self.shard.is_unmapped:
             self.map_shared()
-        full = self.full
-        if full.state.is_unsharded:
-            if full.is_current():
+        if self.full.state.is_unsharded:
+            if self.full.is_current():
                 if not self.module_params.shows_unsharded:
-                    full.change_state(State.UNSHARDED)
+                    self.full.change_state(State.UNSHARDED)
                     self.module_params.show(self.module_params.as_unsharded)
                 return
             self.reshard()  # the shard was written since: gather again
         if self.shard.has_meta:
             self.shard.refuse_meta()
         try:
-            full.gather()
+            self.full.gather()
         except NothingToShareError:
             self.use_own_memory()
             self.unshard()
