@@ -52,7 +52,7 @@ class GradientFeedback:
         self.delivered = -1  # the writes to the shard when reduced gradients came to ``param.grad`` last
 
     def tensors(self) -> list[torch.Tensor]:
-        """The memory that it takes; none if nothing can have been lost, which is the same on all ranks of the group."""
+        """The memory that it takes."""
         return [] if self._lost is None else [*self._lost_by_full.values(), *self._lost.zero_copy.values()]
 
     def scale(self, factor: float) -> None:
@@ -129,7 +129,9 @@ class GradientFeedback:
     def summed(self) -> dict[int, torch.Tensor]:
         """What the next gradients lack: this rank's chunks of the mean over all ranks, in bf16, by parameter."""
         group, found, views = self._group, dict(self._loaded), self._lost
-        for index in sorted(self._buffer.trained) if views is not None else ():
+        if views is None:
+            return found  # nothing can have been lost, on any rank of the group
+        for index in sorted(self._buffer.trained):
             param = group.params[index]
             if param.shape.numel() >= group.options.wire.min_numel:
                 lost = views.read(index).float()
