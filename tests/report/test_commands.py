@@ -160,7 +160,7 @@ def test_a_table_has_a_row_for_each_number_of_hosts(program: Path, capsys: pytes
     assert explain("models_to_explain:build", *hosts, *TIMING) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[-2:]] == [["2", "2"], ["64", "2"]]
-    assert lines[-4].split()[:6] == ["hosts", "ranks", "of", "each", "a", "host"]
+    assert lines[-4].split()[:6] == ["hosts", "ranks", "on", "each", "a", "host"]
     assert explain("models_to_explain:build", *hosts, *TIMING, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert [(each["hosts"], each["ranks_per_host"]) for each in found] == [(2, 2), (64, 2)]

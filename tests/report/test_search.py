@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -109,6 +110,26 @@ def test_a_step_is_traced_once_for_all_numbers_of_ranks() -> None:
     with mock.patch("fullshard.report.search.trace_step", wraps=trace_step) as traced:
         planned(ROOMY, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))  # searches for 2 and for 4 ranks
     assert traced.call_count <= 3
+
+
+def test_the_ranks_of_a_host_share_its_full_buffers_and_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_TRANSPORT", "")
+    work = Work("wide", blocks=4, width=512, sequence=4, vocabulary=64)
+    with simulated_job(8, 0, 2):
+        search = Search(work.build(), work.batch(0, 0), ADAM, None, None, MixedPrecisionPolicy(), {}, hosts=2)
+        fastest = search._fastest()
+        freed = replace(fastest, resharded=len(search._groups[fastest.key]))
+        saved = search.need(fastest).most - search.need(freed).most
+        whole = [group.whole for group in search._facts[fastest.key].groups]
+    three = 3 * max(whole)  # in use, gathered ahead, and the first block, whose backward ends with the model's
+    assert saved == pytest.approx(1.03 * (sum(whole) - three) / 4, rel=0.05), "its share of what stays whole"
+    two = planned(ROOMY, ranks=8, work=work, hosts=2)
+    assert (two.transport, two.zero_stage) == ("hosts", 2)
+    assert "the 4 ranks of a node together send 1 GB/s" in " ".join(str(two).split())
+    slow = planned(ROOMY, ranks=8, work=work, hosts=2, hardware={"node_bandwidth": 1e8})
+    assert slow.seconds > two.seconds + 1
+    with pytest.raises(ValueError, match="hosts=3 must divide ranks=8"):
+        planned(ROOMY, ranks=8, hosts=3)
 
 
 def test_a_disk_takes_what_does_not_fit(transport: str, tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def order_text(facts: ModelFacts) -> str:
 def over_hosts_text(rows: Sequence[tuple[int, int, Estimate]]) -> str:
     """A table of estimates of the same model on different numbers of hosts, with so many ranks on each."""
     given = rows[0][-1].given
-    head = ["hosts", "ranks of each", "a host sends", "exchanges", "exposed", "a step", f"{given.unit}/s"]
+    head = ["hosts", "ranks on each", "a host sends", "exchanges", "exposed", "a step", f"{given.unit}/s"]
     lines = [
         [
             f"{hosts:,}",
