@@ -127,7 +127,7 @@ def test_the_ranks_of_a_host_share_its_full_buffers_and_its_card(monkeypatch: py
     assert (two.transport, two.zero_stage) == ("hosts", 2)
     assert "the 4 ranks of a node together send 1 GB/s" in " ".join(str(two).split())
     slow = planned(ROOMY, ranks=8, work=work, hosts=2, hardware={"node_bandwidth": 1e8})
-    assert slow.seconds > two.seconds + 1
+    assert slow.seconds > 5 * two.seconds
     with pytest.raises(ValueError, match="hosts=3 must divide ranks=8"):
         planned(ROOMY, ranks=8, hosts=3)
 
