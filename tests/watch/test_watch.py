@@ -111,6 +111,30 @@ def test_ranks_of_which_nothing_is_known_are_named_where_the_store_has_gone(
     assert "Nothing is known of ranks [0], which may have ended first" in said
 
 
+def test_the_first_end_is_told_and_not_who_has_told_of_it(watcher: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank that another one's end has ended would repeat what the one before it has said."""
+    told = "Rank 3 (process 9 on node2) was killed or has crashed"
+    ended = [
+        Report(rank, 99, "there", ended=f"PeerFailureError: lost 3. {told}{watch._LOOK}", is_first=False, cause=told)
+        for rank in (1, 2)
+    ]
+    assert watcher._lost(ended) == told
+    monkeypatch.setattr(watcher._reports, "read", lambda _: {each.rank: each for each in ended})
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1, 2])
+    assert watcher.explain(None) == told + watch._LOOK
+    assert watcher._mine.cause == told
+
+
+def test_ranks_that_keep_others_waiting_are_named_first(watcher: Watch) -> None:
+    watcher._hang, watcher._mine.waits, watcher._mine.waits_for = 5, "a gather", [1, 2]
+    waiting = Report(1, os.getpid(), host_id(), doing="in a forward", waits="a gather", waits_for=[0, 2])
+    slow = Report(2, os.getpid(), host_id(), doing="between the passes")
+    said = watcher._judge({1: waiting, 2: slow}, 9) or ""
+    assert said.startswith(
+        "Nothing arrived in 5 s: the others wait for rank 2. Rank 2 is between the passes, and waits"
+    )
+
+
 def test_a_process_group_that_was_destroyed_is_not_kept(watcher: Watch) -> None:
     """Its threads and connections would stay."""
     known = weakref.ref(dist.group.WORLD)
@@ -385,7 +409,7 @@ def test_a_rank_that_calls_torch_alone_is_said_to_be_there(world: World) -> None
 
 def test_a_rank_inside_of_torch_is_not_said_to_wait_for_nobody(watcher: Watch) -> None:
     calls = "torch.distributed.tensor._api.DTensor.full_tensor (called in train.py:7)"
-    there = Report(1, os.getpid(), "there", doing="between the passes of step 2", inside=calls)
+    there = Report(1, os.getpid(), host_id(), doing="between the passes of step 2", inside=calls)
     expected = f"Rank 1 is between the passes of step 2, in {calls}, which may wait for other ranks"
     assert watcher._others({1: there}) == expected
     there.inside = ""

@@ -96,7 +96,7 @@ class HostsTransport(ShmTransport):
     def begin(self, kind: int, tag: int, what: int) -> int:
         """Tell the other ranks of this host what this one begins; returns its number."""
         number = self.begun.value + 1
-        self.local_ranks.wait(self.begun, number - _AHEAD, "a gather, to be begun by the slowest rank")
+        self.local_ranks.wait(self.begun, number - _AHEAD, "an earlier gather, for the slowest rank of this host")
         at = number % _AHEAD * _EVENT
         self.events[self.local_ranks.rank][at : at + _EVENT] = [number, kind, tag, what]
         self.begun.set(number)
@@ -106,7 +106,7 @@ class HostsTransport(ShmTransport):
         """Wait until the others have begun the same. Raises RuntimeError if a rank does something else."""
         at, here, ranks = number % _AHEAD * _EVENT, self.local_ranks.rank, self.local_ranks.global_ranks
         mine = self.events[here][at : at + _EVENT]
-        self.local_ranks.wait(self.begun, number, "a gather, to be begun", mine[2])
+        self.local_ranks.wait(self.begun, number, "the beginning of a gather", mine[2])
         for rank, events in enumerate(self.events):
             theirs = events[at : at + _EVENT]
             is_over = theirs[0] > number and theirs[0] // ROUND == number // ROUND  # all have begun it, if so
@@ -157,7 +157,7 @@ class HostsGatherRoute:
     def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
         transport, (slot, route) = self._transport, self._find()
         number = transport.begin(_GATHER, self.tag, slot.inode)
-        transport.local_ranks.wait(slot.read, slot.read.value, "a gather, for its memory", self.tag)
+        transport.local_ranks.wait(slot.read, slot.read.value, "the memory for a gather", self.tag)
         return Started(partial(self._finish, slot, number, route.start()))
 
     def _finish(self, slot: HostSlot, number: int, part: Pending) -> None:

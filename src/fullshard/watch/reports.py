@@ -24,8 +24,11 @@ from fullshard.watch.connections import NoAnswerError, StoreConnection
 _BEGUN = time.monotonic()
 #: What is known about ranks that did not report their end when the process of the store has ended.
 GONE = "the store in which ranks report their end has gone"
+_ALIVE = "still runs"  # what is known of a rank of this host then, or when the store does not answer
 #: Seconds after which a host that does not answer is considered lost. Networks may fail for shorter.
 _UNREACHABLE = 60.0
+#: Seconds by which hosts may differ that were lost together: probes are so far apart, and a little more.
+_ALIKE = 10.0
 
 
 @dataclass
@@ -47,10 +50,13 @@ class Report:
     beside: str = ""  # what other threads wait for, and for how long; a text for people
     quiet: float = 0.0  # seconds of the wait in which it received nothing from any rank
     connections: list[list[str]] = field(default_factory=list)  # recent connections: this rank's end, the other end
+    gone: list[int] = field(default_factory=list)  # the ranks of its host whose process has ended
+    stopped: list[int] = field(default_factory=list)  # those whose process is stopped
     ended: str = ""  # how its program ended; empty while it runs
     is_first: bool = True  # whether it ended on its own, not because of another rank
     verdict: str = ""  # why its wait will never end, if it knows
     judged: float = 0.0  # seconds since it found the verdict
+    cause: str = ""  # which rank its last error is about, and how that one ended; a text for people
     host_name: str = field(default_factory=socket.gethostname)  # for people
 
     @classmethod
@@ -123,10 +129,22 @@ class Reports:
             return report.written >= _BEGUN
         return not self._is_used or report.beat > self._first.setdefault((report.host, report.process), report.beat)
 
+    def beside(self, ranks: Collection[int]) -> list[int]:
+        """The ranks that are known to run on this host, or on those of some ``ranks``."""
+        hosts = {self._mine.host, *(each.host for rank, each in self.known.copy().items() if rank in ranks)}
+        return [rank for rank, each in self.known.copy().items() if each.host in hosts]
+
+    def look_beside(self) -> bool:
+        """Note which ranks of this host have ended or are stopped; returns whether there is news."""
+        before, beside = (self._mine.gone, self._mine.stopped), [self.known[rank] for rank in self.beside([])]
+        self._mine.gone = [each.rank for each in beside if self.has_ended(each)]
+        self._mine.stopped = [each.rank for each in beside if self.is_stopped(each)]
+        return before != (self._mine.gone, self._mine.stopped)
+
     def has_ended(self, report: Report) -> bool:
-        """Whether the process of a rank has ended; known only for ranks on this host."""
+        """Whether the process of a rank has ended; of one on another host, whether a rank there has seen it."""
         if report.host != self._mine.host:
-            return False
+            return any(report.rank in each.gone for each in self.known.copy().values() if each.host == report.host)
         process, file = self._watched.get(report.rank, (0, -1))
         if process != report.process:
             try:
@@ -138,36 +156,63 @@ class Reports:
             self._watched[report.rank] = report.process, file
         return bool(ready([file]))
 
+    def age(self, report: Report) -> float:
+        """How many seconds ago a report was written, or read first if the clock is another host's."""
+        is_here = report.host == self._mine.host
+        return max(0.0, time.monotonic() - (report.written if is_here else self._beats[report.rank][1]))
+
     def silence(self, report: Report) -> float:
         """For how many seconds a rank has not reported; 0 if that is within the usual time between reports."""
         since = self._beats.get(report.rank)
         silence = time.monotonic() - since[1] if since is not None else 0.0
         return silence if silence > 3 * self._interval else 0.0
 
-    def silent_state(self, report: Report) -> str:
+    def place(self, report: Report) -> str:
+        """Where a rank runs, to be put after its name; empty if all that are known run on this host."""
+        is_known = all(each.host == self._mine.host for each in (report, *self.known.values()))
+        return "" if is_known else f" on {report.host_name}"
+
+    def state(self, report: Report) -> tuple[int, str]:
+        """What a rank does, to be put after its name, and its place in a list: ranks that wait for others come last."""
+        if state := f"has ended: {report.ended}" if report.ended else self._silent_state(report):
+            return (2 if state == _ALIVE else 0), f"{self.place(report)} {state}"
+        idle = "" if report.waits or report.inside else ", and waits for nobody"
+        beside = f"; {report.beside}" if report.beside else ""
+        return (2 if report.waits else 1), f"{self.place(report)} is {report.state}{idle}{beside}"
+
+    def _silent_state(self, report: Report) -> str:
         """What a rank did when it was last heard of, for people; empty if it reports."""
-        silence = self.silence(report)
+        silence, is_here = self.silence(report), report.host == self._mine.host
+        if self._store.has_gone and not is_here:  # its last report may be old
+            return f"may have ended: {GONE}"
+        if not silence:
+            return ""
         how = f"has not reported for {silence:.0f} s"
-        if report.host == self._mine.host:
-            stopped = " (the process is stopped)" if self.is_stopped(report) else ""
-            return f"{how}{stopped}, and was {report.state}" if silence else ""
-        if self._store.has_gone:  # its last report may be old
-            return f"on {report.host_name} may have ended: {GONE}"
-        why = "it may have been killed, or its host or network may be down"
-        return f"on {report.host_name} {how}: {why}. It was last seen {report.state}" if silence else ""
+        beside = [each for each in self.known.copy().values() if each.host == report.host and not self.silence(each)]
+        if self.is_stopped(report) or any(report.rank in each.stopped for each in beside):
+            return f"{how} (the process is stopped), and was {report.state}"
+        if is_here:
+            return _ALIVE if self._store.has_gone or self._store.is_silent else f"{how}, and was {report.state}"
+        if self._store.is_silent:
+            return f"has not reported: the store does not answer. It was last seen {report.state}"
+        why = "it may have been killed" + ("" if beside else ", or its host or network may be down")
+        return f"{how}: {why}. It was last seen {report.state}"
 
     def unreachable(self, reports: Iterable[Report], unanswered: Mapping[tuple[str, str], float]) -> str:
         """The hosts that do not answer, and their ranks, as sentences; empty if all do. ``unanswered`` has the seconds
         of each connection, by this rank's end and the other end."""
-        found: dict[str, tuple[float, list[str]]] = {}
+        found, all_ranks = dict[str, float](), dict[str, list[str]]()
         for report in reports:
             seconds = max((unanswered.get((here, there), 0.0) for there, here in report.connections), default=0.0)
-            if report.host != self._mine.host and seconds >= _UNREACHABLE:
-                found.setdefault(report.host_name, (seconds, []))[1].append(str(report.rank))
+            if report.host != self._mine.host:
+                found[report.host_name] = max(seconds, found.get(report.host_name, 0.0))
+                all_ranks.setdefault(report.host_name, []).append(str(report.rank))
+        longest = max(found.values(), default=0.0)
         return ". ".join(
-            f"{name}, the host of rank {', '.join(ranks)}, has not answered {self._mine.host_name} for {seconds:.0f} "
-            f"s: it is down, or the network between them is"
-            for name, (seconds, ranks) in found.items()
+            f"{name}, the host of rank{'s'[: len(ranks) - 1]} {', '.join(ranks)}, has not answered "
+            f"{self._mine.host_name} for {found[name]:.0f} s: it is down, or the network between them is"
+            for name, ranks in all_ranks.items()
+            if longest >= _UNREACHABLE <= found[name] + _ALIKE
         )
 
     def is_stopped(self, report: Report) -> bool:

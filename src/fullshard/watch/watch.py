@@ -48,14 +48,16 @@ _log = logging.getLogger("fullshard")
 explainers: list[Callable[[BaseException], str | None]] = []
 
 _INTERVAL, _RANKS_A_SECOND = 1.0, 1000  # seconds between two checks; longer if more ranks a second would use the store
-_IN_FILE = (
-    10.0  # seconds between two reports if the store is a file, which grows with each; fewer at the start of a wait
-)
+#: Seconds between two reports if the store is a file, which grows with each; fewer at the start of a wait.
+_IN_FILE = 10.0
 _READ = 2.0  # seconds after which a rank that waits reads the reports of the others
 #: Seconds after which ranks that wait only for each other are considered stuck.
 _STUCK = 30.0
 #: How a program usually ends, and how a rank may leave before that.
 _OVER, _LEFT = "its program is over", "it has destroyed its process group"
+#: What is advised after an error of another rank that is known, and of one that is not.
+_LOOK, _FIND = ". Look there for the first error", ". Find the first error in other ranks' logs"
+_FEWER = ". It reported no error. It may have had fewer batches: all ranks must run the same number of steps"
 _CRASHED = "was killed or has crashed"  # what is known about a rank that did not report its end
 _KNOWN = 64  # each rank learns the processes of so many ranks early, because the store may be gone when one is lost
 #: The number of reports in which it tries to learn them, and the number of reports between two lists of connections.
@@ -138,20 +140,22 @@ class Watch:
             self._seen = _Known(wait, now, number=count)
         waited = now - self._seen.since
         self._check_other_threads(thread, now)
-        self._update_report(wait, waited, self._between if waited < _READ else min(self._between, waited / 2))
+        pause = 0.0 if self._reports.look_beside() else self._between
+        self._update_report(wait, waited, pause if waited < _READ else min(pause, waited / 2))
         if len(self._reports.known) < len(self._first) and self._mine.beat < _FIRST_BEATS:
             self._reports.read(rank for rank in self._first if rank not in self._reports.known)
         if wait is None or waited < _READ:
             return
         reports = self._reports.read(self._mine.waits_for)
         if self._judged < self._seen.since and (verdict := self._judge(reports, waited)) and self._is_same():
-            self._judged, WAITS.judged = now, (count, verdict)
+            self._judged, WAITS.judged, self._mine.cause = now, (count, verdict), verdict.removesuffix(_LOOK)
             self._announced = self._failed = self._mine.passes
             self._update_report(wait, waited)
         if self._judged >= self._seen.since:
             self._end_wait(wait, reports, now)
         elif self._is_due(self._seen, now):
-            _log.warning("Rank %d is %s. %s", self._rank, self._mine.state, self._others(reports))
+            here = self._reports.place(self._mine)
+            _log.warning("Rank %d%s is %s. %s", self._rank, here, self._mine.state, self._others(reports))
 
     def _is_same(self) -> bool:
         """Whether training is still in the wait that was seen last."""
@@ -230,7 +234,7 @@ class Watch:
         # A rank that has ended may have done its part. While others run, this rank may be waiting for them only.
         none_goes_on = is_all and all(self._is_over(each) or self._is_quiet(each, _READ) for each in everyone)
         if lost := self._lost(each for each in needed if none_goes_on or each.ended not in ("", _OVER, _LEFT)):
-            return f"{lost}. {self._parted(lost)}"
+            return f"{lost}{self._parted(lost)}"
         unanswered = {ends: unanswered_seconds(each) for each, ends in self._connections()}
         if unreachable := self._reports.unreachable(needed, unanswered):
             return unreachable
@@ -240,7 +244,12 @@ class Watch:
         if is_all and all(self._is_quiet(each, _STUCK) for each in everyone):
             return f"All ranks wait for each other. {self._others(reports, with_mine=True)}"
         if waited > self._hang:
-            return f"Nothing arrived in {self._hang:.0f} s. {self._others(reports, with_mine=True)}"
+            late = [str(each.rank) for each in needed if not each.waits or self._reports.silence(each)]
+            why = f": the others wait for rank {', '.join(late)}" if is_all and late else ""
+            if self._store.is_silent:
+                place = self._reports.place(self._reports.known[0]) if 0 in self._reports.known else ""
+                why = f", and the store, at rank 0{place}, does not answer: look there first"
+            return f"Nothing arrived in {self._hang:.0f} s{why}. {self._others(reports, with_mine=True)}"
         return None
 
     def _is_over(self, report: Report) -> bool:
@@ -256,44 +265,40 @@ class Watch:
         found: list[tuple[bool, str]] = []
         how = f"has ended ({GONE}: it has crashed, was killed, or {_OVER})" if self._store.has_gone else _CRASHED
         for report in reports:
-            host = f" on {report.host_name}" if report.host != self._mine.host else ""
-            who = f"Rank {report.rank} (process {report.process}{host})"
-            if report.ended:
+            who = f"Rank {report.rank} (process {report.process}{self._reports.place(report)})"
+            if report.ended and not report.is_first and report.cause:
+                found.append((True, report.cause))
+            elif report.ended:
                 found.append((not report.is_first, f"{who} has ended {report.doing}: {report.ended}"))
             elif self._reports.has_ended(report):
-                age = max(time.monotonic() - report.written, 0.0)  # both clocks are this host's
+                age = self._reports.age(report)
                 found.append((False, f"{who} {how}; its last report, {age:.0f} s ago, was: {report.state}"))
-        firsts = [text for is_later, text in sorted(found) if is_later == min(found)[0]]
+        firsts = dict.fromkeys(text for is_later, text in sorted(found) if is_later == min(found)[0])
         return ". ".join(firsts) or None
 
     def _parted(self, lost: str) -> str:
-        """Where ranks ran different things, which may be the reason why the backend ended one. Otherwise, advice."""
+        """Where ranks ran different things, which may be why the backend ended one, or advice: a sentence to follow."""
         found = filter(None, (parting(self._mine, report) for report in self._reports.known.values()))
-        advice = "Look there for the first error"
-        if lost.endswith(_OVER):
-            advice = "It reported no error. It may have had fewer batches: all ranks must run the same number of steps"
-        return next(found, f"{advice}. {WAITS.position().unlike_before}".rstrip(". "))
+        before = WAITS.position().unlike_before
+        advice = (_FEWER if lost.endswith(_OVER) else _LOOK) + (f". {before}" if before else "")
+        return next((f". {each}" for each in found), advice)
 
     def _others(self, reports: dict[int, Report], with_mine: bool = False, needed: Collection[int] = ()) -> str:
-        """The states of the ranks, one sentence for each state. ``needed``: on which this rank depends, if it does not
-        wait."""
-        states: dict[str, list[int]] = {}
+        """The states of the ranks, one sentence for each state, and first of those that do not wait. ``needed``: on
+        which this rank depends, if it does not wait."""
+        states: dict[tuple[int, str], list[int]] = {}
         for report in [self._mine] * with_mine + [reports[rank] for rank in sorted(reports)]:
-            state = f"has ended: {report.ended}" if report.ended else self._reports.silent_state(report)
-            if not state:
-                idle = "" if report.waits or report.inside else ", and waits for nobody"
-                state = f"is {report.state}{idle}{f'; {report.beside}' if report.beside else ''}"
-            states.setdefault(state, []).append(report.rank)
+            states.setdefault(self._reports.state(report), []).append(report.rank)
         missing = [rank for rank in needed or self._mine.waits_for if rank not in reports]
         if missing:
             nothing = f"may have ended ({GONE})" if self._store.has_gone else "has not sharded anything yet"
             nothing += ", or has no watch"
             if self._store.is_silent and not self._store.has_gone:
                 nothing = "has not reported: the store does not answer, perhaps because its process, rank 0, is stopped"
-            states[nothing] = missing
+            states[0, f" {nothing}"] = missing
         return ". ".join(
-            f"{'Rank' if len(ranks) == 1 else 'Each of ranks'} {', '.join(map(str, ranks))} {state}"
-            for state, ranks in states.items()
+            f"{'Rank' if len(ranks) == 1 else 'Each of ranks'} {', '.join(map(str, sorted(ranks)))}{state}"
+            for (_, state), ranks in sorted(states.items(), key=lambda each: each[0][0])
         )
 
     # -- ends ----------------------------------------------------------------------------------------------------------
@@ -318,6 +323,11 @@ class Watch:
 
     def explain(self, process_group: dist.ProcessGroup | None) -> str:
         """What is known about the ranks of a process group that lost a rank. Waits a few seconds for reports."""
+        why = self._find_cause(process_group)
+        self._mine.cause = why.removesuffix(_LOOK).removesuffix(_FIND)
+        return why
+
+    def _find_cause(self, process_group: dist.ProcessGroup | None) -> str:
         deadline = time.monotonic() + _NEWS
         ranks = [rank for rank in dist.get_process_group_ranks(process_group) if rank != self._rank]
         with suppress(Exception):
@@ -325,20 +335,22 @@ class Watch:
                 self._announced = self._failed = WAITS.position().passes  # this rank goes no further
                 self._update_report(WAITS.current, 0.0)
             while True:
-                reports = self._reports.read(ranks)
+                beside = self._reports.read(self._reports.beside(ranks)).values()  # they may have seen it
+                reports = self._reports.read(ranks)  # after them: ranks report their end before their process ends
                 needed = [reports[rank] for rank in ranks if rank in reports]
+                needed += [each for each in beside if each.rank not in ranks and each.ended and each.cause]
                 verdicts = [WAITS.verdict, *(each.verdict for each in needed)]
                 if verdict := next(filter(None, verdicts), None):
                     return verdict
                 if lost := self._lost(needed):
                     silent = sorted({*ranks}.difference(reports)) if self._store.has_gone else []
-                    others = f"Nothing is known of ranks {silent}, which may have ended first. " if silent else ""
-                    return f"{lost}. {others}{self._parted(lost)}"
+                    others = f". Nothing is known of ranks {silent}, which may have ended first" if silent else ""
+                    return f"{lost}{others}{self._parted(lost)}"
                 no_news = self._store.has_gone and all(each.host != self._mine.host for each in needed)
                 if no_news or time.monotonic() > deadline:
-                    return f"{self._others(reports, needed=ranks)}. Find the first error in other ranks' logs"
+                    return f"{self._others(reports, needed=ranks)}{_FIND}"
                 time.sleep(0.05)
-        return "Find the first error in other ranks' logs"
+        return _FIND.removeprefix(". ")
 
     def end(self) -> None:
         """Report that this rank ends. Called when the process ends."""
