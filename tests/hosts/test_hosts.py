@@ -1,4 +1,4 @@
-"""What two hosts do that are one machine: they train as one host does, and name a host that was lost in time."""
+"""What hosts do that are one machine: they train as one host does, and name a rank or a host that was lost in time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ PROGRAM = "tests/hosts/program.py"
 LONG = (PROGRAM, "--steps=1000000", "--seconds=0.2")
 #: Seconds after which docs/how-to/several-hosts.md promises an error, and some for a busy machine.
 KILLED, CUT, SLACK = 10.0, 75.0, 15.0
+#: The time limit of tests of ranks that hang.
+HANG = 12
 
 
 def losses_of(printed: str) -> dict[tuple[int, int], float]:
@@ -47,6 +50,85 @@ def end_of(running: subprocess.Popen[str], seconds: float) -> str:
     printed = wait_for_line(running, "PeerFailureError", seconds + SLACK)
     assert time.monotonic() - begin < seconds + SLACK
     return printed
+
+
+def errors_after(
+    counts: Sequence[int], rank: int, place: str, fault: str, *options: str, within: float = KILLED
+) -> dict[int, str]:
+    """What the other ranks print after a rank has failed, which all must in time. ``counts`` has the ranks of each
+    host. Without torchrun, which ends the ranks of a host before they can tell."""
+    command = [sys.executable, *LONG, f"--fault={fault}", f"--place={place}", f"--rank={rank}", *options]
+    world = {"WORLD_SIZE": str(sum(counts)), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29400"}
+    world["FULLSHARD_HANG_TIMEOUT"] = str(HANG)
+    printed: dict[int, str] = {}
+    with Hosts(len(counts)) as hosts:
+        where = [host for host, count in zip(hosts, counts, strict=True) for _ in range(count)]
+        running = [host.start(*command, environment={**world, "RANK": str(at)}) for at, host in enumerate(where)]
+
+        def read(at: int) -> None:
+            printed[at] = wait_for_line(running[at], "PeerFailure", 60)
+
+        readers = [threading.Thread(target=read, args=[at], daemon=True) for at in range(len(where)) if at != rank]
+        for reader in readers:
+            reader.start()
+        wait_for_line(running[rank], f"rank {rank} fails")
+        deadline = time.monotonic() + within + SLACK
+        for reader in readers:
+            reader.join(deadline - time.monotonic())
+    assert not any(reader.is_alive() for reader in readers), printed
+    assert printed.keys() == {*range(len(where))} - {rank}
+    return printed
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("counts", "rank", "place", "fault", "options"),
+    [
+        ((2, 2), 3, "step", "kill", ["--at=0"]),
+        ((2, 2), 3, "forward", "raise", []),
+        ((2, 2), 1, "save", "kill", ["--checkpoints="]),
+        ((2, 2), 1, "forward", "kill", ["--mesh", "2", "2"]),
+        ((2, 1), 2, "backward", "kill", []),
+        ((2, 2, 1), 3, "optimizer", "kill", []),
+    ],
+)
+def test_a_rank_that_ended_is_named_by_all_with_its_host(
+    tmp_path: Path, counts: Sequence[int], rank: int, place: str, fault: str, options: list[str]
+) -> None:
+    """One that is alone on its host has nobody who sees that its process has ended."""
+    options = [f"{each}{tmp_path}" if each.endswith("=") else each for each in options]
+    host = NAMES[[at for at, count in enumerate(counts) for _ in range(count)][rank]]
+    how = r"has ended in the forward of step 4 .*: ValueError: bad batch" if fault == "raise" else "was killed or has"
+    expected = rf"Rank {rank} \(process \d+ on {host}\) {how}"
+    if (counts, rank) == ((2, 1), 2):
+        expected = rf"Rank {rank} on {host} has not reported for \d+ s: it may have been killed"
+    for printed in errors_after(counts, rank, place, fault, *options).values():
+        assert len(re.findall(expected, printed)) == 1, printed  # not also in what others said
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("counts", "rank", "fault", "state"),
+    [
+        ((2, 1), 1, "stop", r"has not reported for \d+ s \(the process is stopped\), and was"),
+        ((2, 2), 3, "sleep", "is in the forward of step 4 .*, and waits for nobody"),
+        ((2, 2), 0, "stop", "has not reported"),
+    ],
+)
+def test_a_rank_that_hangs_is_named_with_its_host_and_not_those_that_wait_for_it(
+    counts: Sequence[int], rank: int, fault: str, state: str
+) -> None:
+    """Rank 0 has the store: what others do is not known when it is stopped."""
+    why, host = f": the others wait for rank {rank}", NAMES[rank // 2]
+    if rank == 0:
+        why = ", and the store, at rank 0 on host-a, does not answer: look there first"
+    for printed in errors_after(counts, rank, "forward", fault, within=HANG + KILLED).values():
+        error = printed[printed.index("PeerFailureError") :]
+        assert f"Nothing arrived in {HANG} s{why}. " in error
+        assert re.search(rf"\. (Rank {rank}|Each of ranks {rank}, \d) on {host} {state}", error)
+        assert "may have been killed" not in error
 
 
 @needs_hosts
@@ -119,55 +201,71 @@ def test_replicas_are_on_two_hosts_of_which_one_may_lose_them(tmp_path: Path) ->
 
 @needs_hosts
 @pytest.mark.slow
-def test_the_ranks_of_a_killed_host_are_named() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_ranks_of_a_killed_host_are_named(ranks: int) -> None:
     with Hosts() as hosts:
-        running = [host.torchrun(*LONG) for host in hosts]
+        running = [host.torchrun(*LONG, ranks=ranks) for host in hosts]
         wait_for_line(running[0], "rank 0 step 3")
         hosts[1].kill()
         printed = end_of(running[0], KILLED)
         running[0].communicate(timeout=60)
-    assert re.search(r"PeerFailureError: rank 0 lost .* Rank 1 on host-b has not reported for \d+ s: it may", printed)
+    for rank in range(ranks, 2 * ranks):
+        named = rf"(Rank {rank}|Each of ranks 2, 3) on host-b has not reported for \d+ s: it may"
+        assert re.search(rf"PeerFailureError: rank \d lost .* {named}", printed)
     assert running[0].returncode != 0
 
 
 @needs_hosts
 @pytest.mark.slow
-def test_the_ranks_of_a_killed_host_that_had_the_store_are_named() -> None:
+@pytest.mark.parametrize(("ranks", "lost"), [(1, "Rank 0"), (2, "Each of ranks 0, 1")])
+def test_the_ranks_of_a_killed_host_that_had_the_store_are_named(ranks: int, lost: str) -> None:
     """With static rendezvous: with c10d torchrun may end its ranks before they can say anything."""
     with Hosts() as hosts:
         static = ["--rdzv-backend=static", f"--master-addr={NAMES[0]}", "--master-port=29400"]
-        running = [host.torchrun(*LONG, options=[*static, f"--node-rank={at}"]) for at, host in enumerate(hosts)]
-        wait_for_line(running[1], "rank 1 step 3")
+        numbers = [[*static, f"--node-rank={at}"] for at in range(2)]
+        running = [host.torchrun(*LONG, ranks=ranks, options=at) for at, host in zip(numbers, hosts, strict=True)]
+        wait_for_line(running[1], f"rank {ranks} step 3")
         hosts[0].kill()
         printed = end_of(running[1], KILLED)
     gone = "the store in which ranks report their end has gone"
-    assert re.search(rf"PeerFailureError: rank 1 lost .* Rank 0 on host-a may have ended: {gone}", printed)
+    assert re.search(rf"PeerFailureError: rank \d lost .* {lost} on host-a may have ended: {gone}", printed)
+    assert "host-b has not reported" not in printed  # to a store that has gone
 
 
 @needs_hosts
 @pytest.mark.slow
 def test_a_network_that_is_cut_is_named_on_both_sides() -> None:
     with Hosts() as hosts:
-        running = [host.torchrun(*LONG) for host in hosts]
-        for rank, each in enumerate(running):
-            wait_for_line(each, f"rank {rank} step 3")
+        running = [host.torchrun(*LONG, ranks=2) for host in hosts]
+        for host, each in enumerate(running):
+            wait_for_line(each, f"rank {2 * host} step 3")
         hosts[1].disconnect()
         printed = [end_of(each, CUT) for each in running]
-    for here, there, rank, text in zip(NAMES, reversed(NAMES), (1, 0), printed, strict=True):
-        assert f"{there}, the host of rank {rank}, has not answered {here} for 6" in text
+    for here, there, ranks, text in zip(NAMES, NAMES[1::-1], ("2, 3", "0, 1"), printed, strict=False):
+        assert f"{there}, the host of ranks {ranks}, has not answered {here} for 6" in text
         assert "it is down, or the network between them is" in text
 
 
 @needs_hosts
 @pytest.mark.slow
 def test_names_of_the_loopback_interface_need_the_name_of_the_network() -> None:
-    """Debian's /etc/hosts gives a host's own name the address 127.0.1.1, which gloo takes."""
+    """Debian's /etc/hosts gives a host's own name the address 127.0.1.1, which gloo takes. The rank that connects first
+    fails, and the other one may wait for long."""
     known = [{NAMES[at]: "127.0.1.1", NAMES[1 - at]: ADDRESSES[1 - at]} for at in range(2)]
+    printed, is_advised = list[str](), threading.Event()
+
+    def read(running: subprocess.Popen[str]) -> None:
+        assert running.stdout is not None
+        for line in running.stdout:
+            printed.append(line)
+            if "Set GLOO_SOCKET_IFNAME to the interface that connects the hosts" in line:
+                is_advised.set()
+
     with Hosts(known=known) as hosts:
         doctor = [sys.executable, "-m", "fullshard", "doctor", "--"]
-        running = [host.torchrun(PROGRAM, before=doctor) for host in hosts]
-        printed, _ = running[1].communicate(timeout=120)  # rank 0 still waits for the connection
-        assert "Set GLOO_SOCKET_IFNAME to the interface that connects the hosts" in printed
+        for host in hosts:
+            threading.Thread(target=read, args=[host.torchrun(PROGRAM, before=doctor)], daemon=True).start()
+        assert is_advised.wait(120), "".join(printed)
     with Hosts(known=known) as hosts:
         finish([host.torchrun(PROGRAM, environment={"GLOO_SOCKET_IFNAME": "eth0"}) for host in hosts])
 

@@ -79,5 +79,5 @@ def test_the_objects_of_kubernetes_fit_each_other() -> None:
 
 
 def test_the_times_that_are_promised_are_those_that_are_tested() -> None:
-    assert f"| the processes of a host are killed | {KILLED:.0f} s |" in PAGE
+    assert f"| a rank is killed, or all of a host | {KILLED:.0f} s |" in PAGE
     assert f"| a host loses power, or the network is cut | {CUT:.0f} s (up to 64 ranks) |" in PAGE
