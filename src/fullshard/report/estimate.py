@@ -210,7 +210,7 @@ class _Lanes:
             if event.read:
                 self._reduced[at] = self._occupy(at, self._given.latency + event.read / self._given.bandwidth)
             self._wait(at, self._reduced[at])
-        elif event.sent:
+        elif event.sent or event.by_host:
             if event.read:  # a host adds up before it sends
                 seconds = event.read / self._given.bandwidth
                 self.exchanged[at] += seconds

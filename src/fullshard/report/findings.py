@@ -231,9 +231,7 @@ def _between_hosts(ranks: Sequence[RankTrace], waits: Sequence[Waited], step: fl
         return []
     saved = min(waiting, 7 / 8 * length)
     text = f"A host gets {bytes_text(received)} in a step from the others, in {_time(length)} "
-    text += (
-        f"({received / length:.2f} GB/s), and its ranks wait {_time(waiting)} for bytes. With an eighth of these "
-    )
+    text += f"({received / length:.2f} GB/s), and its ranks wait {_time(waiting)} for bytes. With an eighth of these "
     text += f"a step would take about {_time(step - saved)} instead of {_time(step)}."
     advice = "Send fewer: encode messages (wire_policy), replicate over hosts (a mesh of two dimensions), or use more "
     return [Finding("between hosts", text, f"{advice}micro-batches in each step.", saved / step)]

@@ -117,7 +117,7 @@ class PredictedStep:
         for event in self.events:
             if event.action not in ("wait", "compute", "wait-reduce"):
                 kind = f"gather in {event.during}" if event.action == "gather" else event.action
-                if event.sent or not event.read:
+                if event.sent or event.by_host or not event.read:
                     kinds[kind].append((event.sent, event.by_host))
                 if event.read:
                     kinds[f"{kind}{READ}"].append((event.read, 0))
@@ -389,7 +389,7 @@ class MetaStep:
     def _waited(self, exchange: Event) -> None:
         if exchange.action != "gather over replicas":  # the gather that follows waits for it
             action: Action = "wait" if exchange.action == "gather" else "wait-reduce"
-            self._record(Event(action, exchange.group, read=0 if exchange.sent else exchange.read))
+            self._record(Event(action, exchange.group, read=0 if exchange.sent or exchange.by_host else exchange.read))
 
     def _record(self, event: Event) -> None:
         if self._notes:
