@@ -327,7 +327,8 @@ class Gradients:
         """What the next gradients lack, see :meth:`GradientFeedback.summed`. Ranks: all ranks of the group, between
         steps."""
         self.feedback.forget_given_up()
-        if not self._arrived and self._module_params.trainable != self._trainable:
+        is_old = not self._arrived and self._module_params.trainable != self._trainable
+        if is_old and self.feedback.tensors():
             self._lay_out()
         return self.feedback.summed()
 
