@@ -33,7 +33,8 @@ _SAYS = {
     "between": _LOST + r"was killed or has crashed",
     "early": _LOST + r"has ended (between the passes of step {step}\b.*|before its first forward): its program is over",
     "delay": r"Rank \d is .*, where it has waited \d+ s for .*\. .*(Rank|ranks)( \d,)* {rank}[ ,]",
-    "stop": r"Nothing arrived in 8 s(: the others wait for rank \d+(, \d+)*)?\..*(Rank|ranks)( \d,)* {rank}(, \d)* "
+    "stop": r"Nothing arrived in 8 s(: the others wait for rank \d+(, \d+)*|, and the store, at rank {rank}, does not "
+    r"answer: look there first)?\..*(Rank|ranks)( \d,)* {rank}(, \d)* "
     r"(has not reported for \d+ s \(the process is stopped\)|has not reported: the store does not answer)",
 }
 #: The same of a rank that had the store, and told nothing before its end.
