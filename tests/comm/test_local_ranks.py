@@ -140,6 +140,23 @@ def test_a_rank_that_gave_up_lets_others_leave_and_meets_them_at_the_next_pass(w
     gate.leave("the next")
 
 
+@ranks(2)
+def test_a_rank_that_gave_up_may_have_stepped_since(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And begun the next pass before a slow rank has compared what all said at this one."""
+    among = local_ranks()
+    gate, wait = PassBarrier(among, shared(among).segment), among.wait
+
+    def wait_long(*args: Any) -> None:
+        wait(*args)
+        time.sleep(0.2)
+
+    if world.rank == 0:
+        monkeypatch.setattr(among, "wait", wait_long)
+    gate.enter("a pass", steps=4)
+    gate.give_up()
+    gate.enter("the next", steps=0)
+
+
 @ranks(3)
 def test_the_timeout_of_the_process_group_holds_and_names_who_is_late(world: World) -> None:
     short = dist.new_group(timeout=timedelta(seconds=1))

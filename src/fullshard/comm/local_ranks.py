@@ -173,7 +173,7 @@ class PassBarrier:
             )
         forget_copies()
         number = counters.value // 8 + 1
-        counters.note(steps)
+        counters.note(2 * steps + number % 2)
         counters.set(8 * number + 2 * (counters.value % 2) + kind)
         local_ranks.wait(counters, 8 * number, doing)
         for rank in range(local_ranks.size):
@@ -185,10 +185,11 @@ class PassBarrier:
                     f"rank {here} is at {doing} and rank {there} is not: one of them has left out a forward or a "
                     f"backward. All ranks must run the same ones, the same number of times, also in an evaluation"
                 )
-            if counters.noted(rank) != steps:
+            theirs, of_number = divmod(counters.noted(rank), 2)  # of this pass, or also of the next one
+            if of_number == number % 2 and theirs != steps:
                 raise RuntimeError(
                     f"rank {here} is at {doing} after {steps} optimizer steps and rank {there} after "
-                    f"{counters.noted(rank)}: one of them has left out a micro-batch or a step, or steps different "
+                    f"{theirs}: one of them has left out a micro-batch or a step, or steps different "
                     f"parameters. All ranks must run the same number of micro-batches per optimizer step"
                 )
 
