@@ -363,15 +363,14 @@ def _pairs(process_group: dist.ProcessGroup, device: torch.device, every: Sequen
 
 def _judge(found: dict[tuple[int, int], tuple[float, float]], every: Sequence[Facts]) -> list[Check]:
     """Compares the pairs of ranks of one host, and those of different hosts."""
-    by_kind: dict[bool, dict[tuple[int, int], tuple[float, float]]] = {True: {}, False: {}}
-    for (a, b), times in found.items():
-        by_kind[every[a].host != every[b].host][every[a].rank, every[b].rank] = times
+    host_of = {fact.rank: fact.host for fact in every}
+    found = {(every[a].rank, every[b].rank): times for (a, b), times in found.items()}
     counts = Counter(one.host != other.host for one, other in combinations(every, 2))
-    where = {True: "on different hosts ", False: "of a host "} if len(counts) > 1 else {}
-    kinds = [(kind, pairs) for kind, pairs in by_kind.items() if pairs]
-    checks = [_judge_pairs(some, counts[kind], where.get(kind, "")) for kind, some in kinds]
-    matrix = _matrix({pair: times for each in by_kind.values() for pair, times in each.items()})
-    return [replace(checks[0], text=checks[0].text + matrix), *checks[1:]]
+    checks = list[Check]()
+    for differ, where in ((True, "on different hosts "), (False, "of a host ")):
+        if some := {(a, b): times for (a, b), times in found.items() if (host_of[a] != host_of[b]) is differ}:
+            checks.append(_judge_pairs(some, counts[differ], where if len(counts) > 1 else ""))
+    return [replace(checks[0], text=checks[0].text + _matrix(found)), *checks[1:]]
 
 
 def _times(
