@@ -157,7 +157,8 @@ class EncodedRoute(PieceRoute):
 
     def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
         shards = [*shards, *(shards[each.section][each.chunk] for each in self.zero_copy)]
-        WAITS.begun[self.wait[2:]] = WAITS.clock()
+        if WAITS.listeners:
+            WAITS.begun[self.wait[2:]] = WAITS.clock()
         exchange = _EncodedExchange(self, shards, [*self.fulls, *zero_copy], reduction.divisor)
         if exchange.carrier.runs_beside:
             exchange.running = _threads.submit(exchange.run)

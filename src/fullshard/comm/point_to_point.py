@@ -235,12 +235,12 @@ class _MessageRoute(PieceRoute):
         """An exchange in staging of its own; its rounds there are the same ones in every step."""
         lease = SHARED.lease(self.staging, CPU) if self.staging else NO_LEASE
         rounds = self._bound.get(lease.index) or self._bind(lease)
-        fulls = [*self.fulls, *zero_copy]
         if self.zero_copy:
             shards = [*shards, *(shards[each.section][each.chunk] for each in self.zero_copy)]
-        exchange = _Exchange(self, rounds, lease, shards, fulls, reduction.divisor)
+        exchange = _Exchange(self, rounds, lease, shards, [*self.fulls, *zero_copy], reduction.divisor)
         self.posted.append(exchange.works)
-        WAITS.begun[self.wait[2:]] = WAITS.clock()
+        if WAITS.listeners:
+            WAITS.begun[self.wait[2:]] = WAITS.clock()
         for planned in rounds[:DEPTH]:
             exchange.post(planned)
         if self._own[0]:

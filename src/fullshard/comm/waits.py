@@ -59,9 +59,8 @@ class Waits:
 
     def __init__(self) -> None:
         self.current: Wait | None = None  # what the training waits for now
-        self.begun: dict[
-            tuple[int, bool], int
-        ] = {}  # by tag and direction, when messages of a group last began to travel
+        #: When messages of a group last began to travel, by tag and direction, as long as somebody listens.
+        self.begun: dict[tuple[int, bool], int] = {}
         self.count = 0  # grows with each of its waits: one wait follows another for the same thing
         self.thread = threading.current_thread()  # that trains: the last one that sharded a model
         self.beside: dict[threading.Thread, Wait] = {}  # what other threads wait for, each in an object of its own

@@ -189,7 +189,7 @@ class Recorder(StepObserver):
             what = "gather" if wait.gathers or "gather" in wait.what else "reduce"
             number = self.under_way.get((what, group), 0)
             if wait.process_group is not None and self._of_hosts.get(wait.tag) is wait.process_group:
-                start = WAITS.begun[wait.tag, wait.gathers]
+                start = WAITS.begun.get((wait.tag, wait.gathers), begin)  # not known of those before the first step
                 span = Span("network", what, group, self.during, self.step, start, end, number)
                 self._network[f"{what} {group}", start] = span  # up to its last round
         else:
