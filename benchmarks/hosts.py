@@ -47,7 +47,7 @@ OPTIONS: Options = {
     "zero_stage=0": {"zero_stage": 0},
     "zero_stage=3, int8": {"wire_policy": WirePolicy("int8", "int8")},
     "zero_stage=3, p2p": {},
-    HSDP: {},  # replicas on each host
+    HSDP: {},  # each host is a replica
 }
 _LOOKS = {
     FSDP2: ("s--", BLUE),
