@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -38,9 +39,13 @@ class FaultyStore(LocalFileSystem):
     def _strip_protocol(cls, path: Any) -> Any:
         return super()._strip_protocol(path.removeprefix("faulty://") if isinstance(path, str) else path)
 
-    @property
-    def _faults(self) -> dict[str, float]:
-        return FAULTS
+    def _happens(self, fault: str, path: str) -> bool:
+        """Whether a fault happens now: by chance, and at most twice in a row to an object unless it is certain, because
+        a request that is repeated often enough must succeed."""
+        chance = FAULTS.get(fault, 0.0)
+        happens = random.random() < chance and (chance == 1.0 or IN_A_ROW[fault, path] < 2)
+        IN_A_ROW[fault, path] = IN_A_ROW[fault, path] + 1 if happens else 0
+        return happens
 
     def _request(self, kind: str, path: str) -> None:
         if random.random() < FAULTS.get("late", 0.0):
@@ -48,16 +53,16 @@ class FaultyStore(LocalFileSystem):
         LOG.append((kind, path))
         for hook in HOOKS:
             hook(kind, path)
-        if random.random() < FAULTS.get("fail", 0.0):
+        if self._happens("fail", path):
             raise ConnectionResetError(f"the store refused to {kind} {path}")
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
         self._request("put", path)
-        if random.random() < FAULTS.get("late put", 0.0):
+        if self._happens("late put", path):
             LATE.append(partial(self._put, path, bytes(value), mode))
             raise ConnectionResetError(f"no answer to put {path}, which is still under way")
         self._put(path, value, mode)
-        if random.random() < FAULTS.get("lost answer", 0.0):
+        if self._happens("lost answer", path):
             raise ConnectionResetError(f"no answer to put {path}")
 
     def _put(self, path: str, value: bytes, mode: str) -> None:
@@ -105,6 +110,8 @@ class FaultyStore(LocalFileSystem):
 
 #: What goes wrong: probabilities, and the seconds by which listings are late.
 FAULTS: dict[str, float] = {}
+#: How often each fault has happened to an object since it last did not.
+IN_A_ROW: Counter[tuple[str, str]] = Counter()
 #: Requests: what, and to which path. Functions that see each of them first.
 LOG: list[tuple[str, str]] = []
 HOOKS: list[Callable[[str, str], object]] = []
