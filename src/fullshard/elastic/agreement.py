@@ -1,0 +1,383 @@
+"""What the processes of an elastic job agree on: who is a member, which step runs, and whether it counts.
+
+Owns the protocol, and nothing that communicates: messages and news of lost processes come in, messages go out. So the
+tests explore it exhaustively. A process is in one of four states, and :data:`TABLE` says which messages it answers::
+
+            all gradients are there             every member has said so: the step counts
+    RUNNING ───────────────────────▶ COMPLETE ───────────────────────────────────────────▶ RUNNING, the next step
+       │                                │
+       └──────── a change is proposed ──┴─▶ FROZEN ── it is decided ──▶ RUNNING under the new membership, or OUT
+
+*A step counts or is repeated.* Parameters change only when every member has said that it has all gradients. Members
+that agreed to a proposal say nothing any more under the old membership. So if one of them lacks gradients, the step
+counted nowhere, and is repeated. If none does, it may have counted somewhere, and everyone that is left can finish it.
+
+*Memberships are decided one after another*, each by single-decree Paxos (Lamport, "Paxos Made Simple", 2001) among the
+members before. A quorum is a majority of them; or all that are left, if each of these has read the last message of
+every other one: then nobody who knows of a different decision is left, nor is a message on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import Any, NamedTuple
+
+from fullshard.elastic.rows import Row, arrange, missing_shards
+
+Ballot = tuple[int, int]  # a round, and the process that proposes
+
+
+class Membership(NamedTuple):
+    """Who takes part, from a step on."""
+
+    number: int  # of memberships before this one
+    step: int  # the step that runs first; all steps before it count
+    shards: tuple[tuple[int, int], ...]  # each member and its shard, the oldest member first
+    rows: tuple[Row, ...]
+    joined: tuple[int, ...] = ()  # members that were none before
+
+    @property
+    def shard_of(self) -> dict[int, int]:
+        return dict(self.shards)
+
+
+class State(Enum):
+    """Where a process is in a step."""
+
+    RUNNING = "computes gradients, or waits for those of others"
+    COMPLETE = "has the gradients of all replicas for its shard"
+    FROZEN = "has agreed to a proposal"
+    OUT = "is no member, or not yet"
+
+
+class Complete(NamedTuple):
+    """The sender has all gradients of a step for its shard."""
+
+    number: int
+    step: int
+
+
+class Prepare(NamedTuple):
+    """The sender wants to change the membership ``number``."""
+
+    number: int
+    ballot: Ballot
+
+
+class Promise(NamedTuple):
+    """The sender takes part in no older proposal, nor in a step, until a membership is decided."""
+
+    number: int
+    ballot: Ballot
+    accepted: tuple[Ballot, Membership] | None
+    step: int
+    is_complete: bool
+    lost: frozenset[int]  # whose last message the sender has read
+
+
+class Accept(NamedTuple):
+    number: int
+    ballot: Ballot
+    value: Membership
+
+
+class Accepted(NamedTuple):
+    number: int
+    ballot: Ballot
+    lost: frozenset[int]
+
+
+class Refused(NamedTuple):
+    """The sender takes part in a newer proposal."""
+
+    number: int
+    ballot: Ballot
+
+
+class Decided(NamedTuple):
+    """A membership follows ``number``."""
+
+    number: int
+    value: Membership
+
+
+Message = Complete | Prepare | Promise | Accept | Accepted | Refused | Decided
+KINDS: tuple[type[Any], ...] = (Complete, Prepare, Promise, Accept, Accepted, Refused, Decided)
+
+
+class _Proposal:
+    """A proposal of this process, and who has agreed."""
+
+    def __init__(self, ballot: Ballot) -> None:
+        self.ballot = ballot
+        self.promises: dict[int, Promise] = {}
+        self.value: Membership | None = None
+        self.accepts: dict[int, frozenset[int]] = {}
+
+
+class Agreement:
+    """The part of one process.
+
+    Attributes:
+        step: the step that runs: all steps before it count here.
+        candidates: processes that are no members and ask to be, with their shards.
+        outbox: messages to send, each with its receiver, in this order.
+        has_lost_shards: the shards that a decision would leave to nobody.
+    """
+
+    def __init__(self, me: int, shards: int, replicas: int, membership: Membership | None = None) -> None:
+        self.me, self._shards, self._replicas = me, shards, replicas
+        self.membership = membership or Membership(-1, 0, (), ())
+        self.state = State.RUNNING if me in self.membership.shard_of else State.OUT
+        self.step = self.membership.step
+        self.lost: set[int] = set()
+        self.suspected: set[int] = set()
+        self.candidates: dict[int, int] = {}
+        self.outbox: list[tuple[int, Message]] = []
+        self.has_lost_shards: list[int] = []
+        self._is_complete = False  # whether all gradients of this step are there
+        self._said: dict[int, set[int]] = {}  # which members are complete, by the step
+        self._promised: Ballot = (0, -1)
+        self._accepted: tuple[Ballot, Membership] | None = None
+        self._proposal: _Proposal | None = None
+        self._answered: tuple[int, Promise | Accepted] | None = None  # what this process said last to a proposal
+        self._told: dict[int, Membership] = {}  # what a new process was told, and by whom
+        self._early: list[tuple[int, Message]] = []  # messages about a membership of which it was told
+
+    @property
+    def members(self) -> dict[int, int]:
+        return self.membership.shard_of
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.state is State.FROZEN
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def complete(self) -> None:
+        """All gradients of the step that runs are there."""
+        self._is_complete = True
+        if self.state is State.RUNNING:
+            self.state = State.COMPLETE
+            self._send(self.members, Complete(self.membership.number, self.step))
+            self._note_complete(self.me, self.step)
+
+    def follow(self, step: int) -> None:
+        """A process that is no member has stepped as the members have, and ``step`` runs now."""
+        self.step, self._is_complete = step, False
+
+    def _note_complete(self, process: int, step: int) -> None:
+        self._said.setdefault(step, set()).add(process)
+        if self.state is State.COMPLETE and self._said.get(self.step, set()).issuperset(self.members):
+            del self._said[self.step]
+            self.step, self.state, self._is_complete = self.step + 1, State.RUNNING, False
+
+    # -- news ----------------------------------------------------------------------------------------------------------
+
+    def lose(self, process: int) -> None:
+        """A process has ended, and its last message was read."""
+        self.lost.add(process)
+        self.candidates.pop(process, None)
+        self._activate()
+        if self.is_frozen and self._answered is not None:  # a quorum may need to know that this process knows
+            receiver, said = self._answered
+            self._answer(receiver, said._replace(lost=frozenset(self.lost)))
+        self.consider()
+
+    def suspect(self, process: int, is_suspect: bool = True) -> None:
+        """A process does not answer, or does again: perhaps it is stopped, or the network is cut."""
+        (self.suspected.add if is_suspect else self.suspected.discard)(process)
+        self.consider()
+
+    def receive(self, sender: int, message: Message) -> None:
+        """Reads a message."""
+        if self._told and message.number >= max(self._told.values()).number and not isinstance(message, Decided):
+            self._early.append((sender, message))
+            return
+        if message.number < self.membership.number and not isinstance(message, Decided):
+            if isinstance(message, Prepare | Accept) and self.membership.number >= 0:
+                self._send([sender], Decided(self.membership.number - 1, self.membership))
+            return
+        if (answer := TABLE.get((self.state, type(message)))) is not None:
+            answer(self, sender, message)
+
+    # -- proposals -----------------------------------------------------------------------------------------------------
+
+    def consider(self, again: bool = False) -> None:
+        """Proposes a change if there is reason, and this process is the first of those that answer; ``again`` with a
+        newer ballot, because nothing has been decided for long."""
+        if self.state is State.OUT:
+            return
+        gone = self.lost | self.suspected
+        if not (gone.intersection(self.members) or self.candidates or self.is_frozen):
+            return
+        proposer = self._promised[1]
+        others_turn = self.is_frozen and proposer != self.me and proposer not in gone
+        if next((each for each in self.members if each not in gone), None) != self.me or (others_turn and not again):
+            return
+        if self._proposal is None or again:
+            ballot = (self._promised[0] + 1, self.me)
+            self._proposal = _Proposal(ballot)
+            message = Prepare(self.membership.number, ballot)
+            self._send([*self.members, *self.candidates], message)
+            self.receive(self.me, message)
+        else:
+            self._go_on()
+
+    def _answer_prepare(self, sender: int, message: Prepare) -> None:
+        if message.ballot < self._promised:
+            self._send([sender], Refused(message.number, self._promised))
+            return
+        self._promised, self.state = message.ballot, State.FROZEN
+        self._promise(sender, message, self._accepted)
+
+    def _promise_as_candidate(self, sender: int, message: Prepare) -> None:
+        self._promise(sender, message, None)
+
+    def _promise(self, sender: int, message: Prepare, accepted: tuple[Ballot, Membership] | None) -> None:
+        mine = Promise(message.number, message.ballot, accepted, self.step, self._is_complete, frozenset(self.lost))
+        self._answer(sender, mine)
+
+    def _note_promise(self, sender: int, message: Promise) -> None:
+        proposal = self._proposal
+        if proposal is not None and proposal.ballot == message.ballot and proposal.value is None:
+            proposal.promises[sender] = message
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Goes on with the proposal of this process, as far as enough members have agreed."""
+        proposal = self._proposal
+        assert proposal is not None
+        if proposal.value is None:
+            promises = proposal.promises
+            awaited = {*self.members, *self.candidates} - self.lost - self.suspected - promises.keys()
+            if awaited or not self._is_quorum({process: each.lost for process, each in promises.items()}):
+                return
+            value = self._choose(promises)
+            if value is None:
+                return
+            proposal.value = value
+            message = Accept(self.membership.number, proposal.ballot, value)
+            self._send(self.members, message)
+            self.receive(self.me, message)
+        elif self._is_quorum(proposal.accepts):
+            self.receive(self.me, Decided(self.membership.number, proposal.value))
+
+    def _choose(self, promises: Mapping[int, Promise]) -> Membership | None:
+        """The membership to propose: what may have been decided already, or else the next one."""
+        before = [each.accepted for each in promises.values() if each.accepted is not None]
+        if before:
+            return max(before)[1]
+        old = {process: promises[process] for process in self.members if process in promises}
+        step = max(each.step for each in old.values())
+        step += all(each.step == step and each.is_complete for each in old.values())
+        members = {process: self.members[process] for process in old}
+        joined = {}
+        for process, shard in self.candidates.items():
+            if process in promises and step - promises[process].is_complete <= promises[process].step <= step:
+                joined[process] = shard
+        everyone = members | joined
+        self.has_lost_shards = missing_shards(everyone, self._shards)
+        if self.has_lost_shards:
+            return None
+        rows = arrange(self.membership.rows, everyone, self._shards, self._replicas)
+        return Membership(self.membership.number + 1, step, tuple(everyone.items()), rows, tuple(joined))
+
+    def _answer_accept(self, sender: int, message: Accept) -> None:
+        if message.ballot < self._promised:
+            self._send([sender], Refused(message.number, self._promised))
+            return
+        self._promised, self._accepted, self.state = message.ballot, (message.ballot, message.value), State.FROZEN
+        self._answer(sender, Accepted(message.number, message.ballot, frozenset(self.lost)))
+
+    def _note_accepted(self, sender: int, message: Accepted) -> None:
+        proposal = self._proposal
+        if proposal is not None and proposal.ballot == message.ballot and proposal.value is not None:
+            proposal.accepts[sender] = message.lost
+            self._go_on()
+
+    def _note_refused(self, sender: int, message: Refused) -> None:
+        if self._proposal is not None and self._proposal.ballot < message.ballot:
+            self._proposal, self._promised = None, max(self._promised, message.ballot)
+            self.consider()
+
+    def _is_quorum(self, voters: Mapping[int, Iterable[int]]) -> bool:
+        """Whether a majority of the members has agreed, or all that are left, and each of them has read the last
+        message of every other member."""
+        agreed = [process for process in self.members if process in voters]
+        if 2 * len(agreed) > len(self.members):
+            return True
+        left = {*self.members}.difference(agreed)
+        return bool(agreed) and left <= self.lost and all(left <= {*voters[process]} for process in agreed)
+
+    # -- decisions -----------------------------------------------------------------------------------------------------
+
+    def _install(self, sender: int, message: Decided) -> None:
+        """Takes part under a new membership, and tells everyone whom it concerns."""
+        value = message.value
+        if value.number <= self.membership.number:
+            return
+        before, mine = self.members, self._is_complete
+        self._send(before.keys() | value.shard_of.keys(), message)
+        has_stepped = value.step > self.step
+        self.candidates.clear()  # those that are not among the members ask again
+        if self.me not in value.shard_of or (has_stepped and not mine) or value.step - self.step > 1:
+            self.membership, self.state = value, State.OUT
+            return
+        self.membership, self.state, self.step = value, State.RUNNING, value.step
+        self._is_complete = mine and not has_stepped
+        self._said, self._promised, self._accepted, self._proposal, self._answered = {}, (0, -1), None, None, None
+        if self._is_complete:
+            self.complete()
+        early, self._early = self._early, []
+        for each in early:
+            self.receive(*each)
+        self.consider()
+
+    def _hear(self, sender: int, message: Decided) -> None:
+        self._told[sender] = message.value
+        self._activate()
+
+    def _activate(self) -> None:
+        """Makes this process a member once every older member that is left has told it of the same membership: one of
+        them alone may be the last that knows of it, and may have ended."""
+        told = [value for value in self._told.values() if self.me in value.joined]
+        if self.state is not State.OUT or not told:
+            return
+        value = max(told)
+        old = {*value.shard_of}.difference(value.joined, self.lost)
+        if old and all(self._told.get(process) == value for process in old):
+            self._told.clear()
+            self._install(self.me, Decided(value.number - 1, value))
+
+    def _answer(self, receiver: int, message: Promise | Accepted) -> None:
+        self._answered = receiver, message
+        if receiver == self.me:
+            self.receive(self.me, message)
+        else:
+            self._send([receiver], message)
+
+    def _send(self, receivers: Iterable[int], message: Message) -> None:
+        known = {*receivers} - self.lost - {self.me}
+        self.outbox += [(receiver, message) for receiver in sorted(known)]
+
+    def _hear_complete(self, sender: int, message: Complete) -> None:
+        if sender in self.members and message.number == self.membership.number:
+            self._note_complete(sender, message.step)
+
+
+#: What a process does with a message, by its state; all other messages are dropped. A message about an older
+#: membership than its own is answered by its own.
+TABLE: dict[tuple[State, type[Any]], Callable[[Agreement, int, Any], None]] = {
+    (State.RUNNING, Complete): Agreement._hear_complete,
+    (State.COMPLETE, Complete): Agreement._hear_complete,
+    **{(state, Prepare): Agreement._answer_prepare for state in (State.RUNNING, State.COMPLETE, State.FROZEN)},
+    (State.OUT, Prepare): Agreement._promise_as_candidate,
+    **{(state, Accept): Agreement._answer_accept for state in (State.RUNNING, State.COMPLETE, State.FROZEN)},
+    (State.FROZEN, Promise): Agreement._note_promise,
+    (State.FROZEN, Accepted): Agreement._note_accepted,
+    (State.FROZEN, Refused): Agreement._note_refused,
+    **{(state, Decided): Agreement._install for state in (State.RUNNING, State.COMPLETE, State.FROZEN)},
+    (State.OUT, Decided): Agreement._hear,
+}
