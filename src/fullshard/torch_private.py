@@ -422,14 +422,19 @@ profiler_listens: Callable[[], bool] = torch.autograd._profiler_enabled  # type:
 compiler_callback: Callable[[], object] = get_eval_frame_callback
 
 
-@contextmanager
-def simulated_world(size: int, rank: int) -> Iterator[None]:
-    """A context in which this process is one rank of a simulated world of ``size`` ranks. Collectives move nothing. At
-    the end, torch's caches of meshes are cleared."""
+def init_fake_group(size: int, rank: int) -> None:
+    """Make a default process group whose collectives move nothing."""
     import torch.testing._internal.distributed.fake_pg  # makes the backend known  # noqa: F401
 
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+
+
+@contextmanager
+def simulated_world(size: int, rank: int) -> Iterator[None]:
+    """A context in which this process is one rank of a simulated world of ``size`` ranks. Collectives move nothing. At
+    the end, torch's caches of meshes are cleared."""
+    init_fake_group(size, rank)
     try:
         yield
     finally:

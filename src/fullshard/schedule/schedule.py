@@ -124,6 +124,18 @@ class Schedule:
             largest = max([group.full.buffer.nbytes for group in self.groups], default=0)
             keep_freed(self, 2 * sum(group.shard.nbytes for group in self.groups) + 4 * largest)
 
+    def begin_over(self, process_group: dist.ProcessGroup) -> None:
+        """Count passes and steps from 0 again, over a process group that has taken the place of all others."""
+        self._process_groups, listeners = [process_group], self.log.listeners
+        self.step, self.passes, self.order = Step(self.begin_backward), Passes(), Order()
+        self.step.log = self.log = StepLog(self.device, self.step, self._process_groups)
+        self.log.listeners = listeners
+        self.comm = CommContext(self.device)
+        for group in self.groups:
+            group.step = self.step
+            group.use_comm_context(self.comm)
+        self.size_slots()
+
     def size_slots(self) -> None:
         """Make ordinary slots as large as the largest group that takes turns."""
         for group in self.groups:

@@ -1,0 +1,111 @@
+"""The connections of a process of an elastic job to every other one, and the threads that serve them.
+
+Messages between two processes arrive in order, and the end of a process comes after its last message. A connection ends
+only if a process does: nobody closes one for another reason. So its end is certain news, unlike silence.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+
+Address = tuple[str, int]
+
+
+class Connections:
+    """The connections of the process ``me``. ``on_message`` is called with the number of a process and what it sent,
+    ``on_end`` with the number of one that has ended, in a thread of their own.
+
+    Objects that are sent are pickled. A process must know the ``key`` of the job to connect (HMAC, by the standard
+    library).
+    """
+
+    def __init__(
+        self, me: int, key: bytes, host: str, on_message: Callable[[int, Any], None], on_end: Callable[[int], None]
+    ) -> None:
+        self.me, self._key, self._on_message, self._on_end = me, key, on_message, on_end
+        self._listener = Listener((host, 0), backlog=64, authkey=key)
+        self.address: Address = self._listener.address  # type: ignore[assignment]
+        self._of: dict[int, Connection] = {}
+        self._outgoing: dict[int, queue.SimpleQueue[Any]] = {}
+        self._changed, self._is_open = threading.Condition(), True
+        self._start(self._accept, "accept")
+
+    def _start(self, run: Callable[..., None], name: str, *arguments: Any) -> None:
+        threading.Thread(target=run, args=arguments, name=f"fullshard-elastic-{name}", daemon=True).start()
+
+    def connect(self, addresses: Mapping[int, Address]) -> None:
+        """Connects with processes: this one calls those with smaller numbers, and waits for the calls of the others.
+        Raises TimeoutError if one does not call."""
+        for process, address in addresses.items():
+            if process < self.me:
+                connection = Client(address, authkey=self._key)
+                connection.send(self.me)
+                self._serve(process, connection)
+        with self._changed:
+            others = {*addresses} - {self.me}
+            if not self._changed.wait_for(lambda: others <= self._of.keys(), 60):
+                raise TimeoutError(f"processes {sorted(others - self._of.keys())} did not connect in 60 s")
+
+    def send(self, process: int, message: Any) -> None:
+        """Sends an object, in order; it may be changed once it is pickled, before this returns."""
+        if (outgoing := self._outgoing.get(process)) is not None:
+            outgoing.put(message)
+
+    def close(self) -> None:
+        """Ends all connections, after what was sent."""
+        self._is_open = False
+        for outgoing in self._outgoing.values():
+            outgoing.put(None)
+        with suppress(OSError):
+            self._listener.close()
+
+    def _accept(self) -> None:
+        while self._is_open:
+            with suppress(Exception):  # a stranger, or one that has ended meanwhile
+                connection = self._listener.accept()
+                self._serve(connection.recv(), connection)
+
+    def _serve(self, process: int, connection: Connection) -> None:
+        with socket.socket(fileno=connection.fileno()) as found:
+            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            found.detach()
+        outgoing = self._outgoing[process] = queue.SimpleQueue()
+        self._start(self._read, "read", process, connection)
+        self._start(self._write, "write", connection, outgoing)
+        with self._changed:
+            self._of[process] = connection
+            self._changed.notify_all()
+
+    def _read(self, process: int, connection: Connection) -> None:
+        while True:
+            try:
+                message = connection.recv()
+            except (EOFError, OSError):
+                break
+            self._on_message(process, message)
+        self._outgoing.pop(process, None)
+        self._on_end(process)
+
+    def _write(self, connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
+        with suppress(OSError, ValueError):
+            while (message := outgoing.get()) is not None:
+                connection.send(message)
+            with socket.socket(fileno=connection.fileno()) as found:
+                found.shutdown(socket.SHUT_WR)
+                found.detach()
+
+
+def host_address() -> str:
+    """The address of this host for others of the job; the loopback address if it has none."""
+    with suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return "127.0.0.1"
+
+
