@@ -20,16 +20,24 @@ Address = tuple[str, int]
 
 class Connections:
     """The connections of the process ``me``. ``on_message`` is called with the number of a process and what it sent,
-    ``on_end`` with the number of one that has ended, in a thread of their own.
+    ``on_end`` with the number of one that has ended, in a thread of their own. What ``welcome`` returns is told to a new
+    process that has no number yet.
 
     Objects that are sent are pickled. A process must know the ``key`` of the job to connect (HMAC, by the standard
     library).
     """
 
     def __init__(
-        self, me: int, key: bytes, host: str, on_message: Callable[[int, Any], None], on_end: Callable[[int], None]
+        self,
+        me: int,
+        key: bytes,
+        host: str,
+        on_message: Callable[[int, Any], None],
+        on_end: Callable[[int], None],
+        welcome: Callable[[], Any],
     ) -> None:
-        self.me, self._key, self._on_message, self._on_end = me, key, on_message, on_end
+        self.me, self.key, self._on_message, self._on_end, self._welcome = me, key, on_message, on_end, welcome
+        self.addresses: dict[int, Address] = {}
         self._listener = Listener((host, 0), backlog=64, authkey=key)
         self.address: Address = self._listener.address  # type: ignore[assignment]
         self._of: dict[int, Connection] = {}
@@ -45,9 +53,9 @@ class Connections:
         Raises TimeoutError if one does not call."""
         for process, address in addresses.items():
             if process < self.me:
-                connection = Client(address, authkey=self._key)
-                connection.send(self.me)
-                self._serve(process, connection)
+                connection = Client(address, authkey=self.key)
+                connection.send((self.me, self.address))
+                self._serve(process, address, connection)
         with self._changed:
             others = {*addresses} - {self.me}
             if not self._changed.wait_for(lambda: others <= self._of.keys(), 60):
@@ -70,9 +78,12 @@ class Connections:
         while self._is_open:
             with suppress(Exception):  # a stranger, or one that has ended meanwhile
                 connection = self._listener.accept()
-                self._serve(connection.recv(), connection)
+                if (said := connection.recv()) is None:
+                    connection.send(self._welcome())
+                else:
+                    self._serve(*said, connection)
 
-    def _serve(self, process: int, connection: Connection) -> None:
+    def _serve(self, process: int, address: Address, connection: Connection) -> None:
         with socket.socket(fileno=connection.fileno()) as found:
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             found.detach()
@@ -80,7 +91,7 @@ class Connections:
         self._start(self._read, "read", process, connection)
         self._start(self._write, "write", connection, outgoing)
         with self._changed:
-            self._of[process] = connection
+            self._of[process], self.addresses[process] = connection, address
             self._changed.notify_all()
 
     def _read(self, process: int, connection: Connection) -> None:
@@ -100,6 +111,13 @@ class Connections:
             with socket.socket(fileno=connection.fileno()) as found:
                 found.shutdown(socket.SHUT_WR)
                 found.detach()
+
+
+def ask(address: Address, key: bytes) -> Any:
+    """What a process tells one that has no number yet. Raises OSError or EOFError if it has ended."""
+    with Client(address, authkey=key) as connection:
+        connection.send(None)
+        return connection.recv()
 
 
 def host_address() -> str:

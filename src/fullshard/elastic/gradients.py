@@ -131,6 +131,36 @@ class KeptGradients:
             buffer.copy_(view)
             before.copy_(view)
 
+    @torch.no_grad()
+    def pack_mean(self) -> tuple[bytes, tuple[bool, ...]]:
+        """The gradients that :meth:`show_mean` has just set, and the buffers; and which parameters have one."""
+        segment = Segment.create(self._nbytes)
+        present = tuple(param.grad is not None for param in self._params)
+        values = [None if param.grad is None else local_tensor(param.grad) for param in self._params]
+        for value, view in zip((*values, *self._buffers), self._views(segment), strict=True):
+            if value is not None:
+                view.copy_(value)
+        return bytes(segment.memory[:]), present
+
+    @torch.no_grad()
+    def show_packed(self, data: bytes, present: Sequence[bool]) -> None:
+        """Sets ``param.grad`` and the buffers to what another process has packed."""
+        segment = Segment.create(self._nbytes)
+        segment.memory[:] = data
+        views = self._views(segment)
+        for param, is_there, view in zip(self._params, present, views, strict=False):
+            param.grad = torch.empty_like(param) if is_there else None
+            if param.grad is not None:
+                local_tensor(param.grad).copy_(view)
+        for buffer, before, view in zip(self._buffers, self._before, views[len(self._params) :], strict=True):
+            buffer.copy_(view)
+            before.copy_(view)
+
+    def note_buffers(self) -> None:
+        """The buffers have other values now: those from before the next step."""
+        for buffer, before in zip(self._buffers, self._before, strict=True):
+            before.copy_(buffer)
+
     def forget(self, step: int) -> None:
         """Forgets the gradients of a step that has been taken."""
         for key in [key for key in self._of if key[0] <= step]:

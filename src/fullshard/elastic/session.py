@@ -14,11 +14,13 @@ import json
 import logging
 import os
 import random
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -31,9 +33,10 @@ from fullshard.comm.backends import comes_from_backend
 from fullshard.comm.select import select_transport
 from fullshard.comm.waits import PeerFailureError
 from fullshard.elastic.agreement import KINDS, Agreement, Membership
-from fullshard.elastic.connections import Connections, host_address
+from fullshard.elastic.connections import Connections, ask, host_address
 from fullshard.elastic.gradients import Kept, KeptGradients
-from fullshard.elastic.rows import Row, arrange, replicas_of
+from fullshard.elastic.rows import Row, arrange, replicas_of, shard_for
+from fullshard.elastic.state import load_state, pack_state
 from fullshard.policies import expect
 from fullshard.schedule.unit import schedule_of
 from fullshard.torch_private import init_fake_group
@@ -100,6 +103,44 @@ class _Leaving(NamedTuple):
     """The sender ends, because its program does, not by an error."""
 
 
+class _Welcome(NamedTuple):
+    """What a new process is told: its number, its shard, and where the members are."""
+
+    number: int
+    shard: int
+    size: int
+    replicas: int
+    seed: int
+    addresses: dict[int, tuple[str, int]]
+    stands_by: tuple[int, ...]  # members of its shard, those without a row first
+
+
+class _Fetch(NamedTuple):
+    """The sender needs the state of its shard, and the gradients of the steps that follow."""
+
+
+class _State(NamedTuple):
+    """The state of a shard before a step."""
+
+    step: int
+    data: bytes
+
+
+class _Followed(NamedTuple):
+    """The mean gradients of a shard in a step that counts, and the squares by which they were clipped."""
+
+    step: int
+    data: bytes
+    present: tuple[bool, ...]
+    squares: dict[int, float]
+
+
+class _Candidate(NamedTuple):
+    """The sender has made all steps that count, as far as it knows, and asks to be a member."""
+
+    shard: int
+
+
 class Elastic:
     """Trains a model over several replicas, and goes on when processes end: the parameters of every step are those of
     a run that nothing has disturbed, to the bit.
@@ -130,11 +171,14 @@ class Elastic:
             ``replicas - 1`` of its processes.
         seed: of the random numbers. Each micro-batch begins with a state of torch's generators and of :mod:`random`
             that depends on the seed, the step, the logical rank and the index only.
+        directory: where members write down how to reach them, which all processes of the job see. A process that finds
+            a member there joins the running job, whatever its launcher says. Without one, nobody can join.
 
     Attributes:
         rank: the number of this process, of ``size`` at the beginning.
         shard: which shard of the model this process has, of ``shards``.
         step: how many steps this process has made.
+        has_left: whether this process was asked to leave, by :meth:`leave` or SIGTERM.
 
     Raises:
         ValueError: no launcher started the process, or ``replicas`` does not divide the number of processes.
@@ -143,22 +187,12 @@ class Elastic:
     Ranks: all processes, first of all.
     """
 
-    def __init__(self, *, replicas: int, seed: int = 0) -> None:
+    def __init__(self, *, replicas: int, seed: int = 0, directory: str | Path | None = None) -> None:
         expect(isinstance(replicas, int) and replicas > 0, "replicas", replicas, "a number of 1 or more", ValueError)
         if dist.is_initialized():
             raise RuntimeError("a process group exists already: make Elastic in place of calling init_process_group()")
-        store, rank, size = next(iter(dist.rendezvous("env://")))  # type: ignore[no-untyped-call]
-        expect(size % replicas == 0, "replicas", replicas, f"a divisor of the number of processes, {size}", ValueError)
-        self.rank, self.size, self.replicas, self.shards = rank, size, replicas, size // replicas
-        self.seed, self.shard, self.step = seed, rank % self.shards, 0
+        self.replicas, self.seed, self.step, self.has_left = replicas, seed, 0, False
         self._changed = threading.Condition(threading.RLock())
-        key = store_once(store, f"{_MEETING}/key", os.urandom(16).hex())
-        self._connections = Connections(rank, bytes.fromhex(key), host_address(), self._receive, self._lose)
-        store.set(f"{_MEETING}/{rank}", json.dumps(self._connections.address))
-        found = {other: json.loads(store.get(f"{_MEETING}/{other}")) for other in range(size)}
-        shard_of = {process: process % self.shards for process in range(size)}
-        first = Membership(0, 0, tuple(shard_of.items()), arrange((), shard_of, self.shards, replicas))
-        self._agreement = Agreement(rank, self.shards, replicas, first)
         self._row: Row = ()  # whose process group this process is in
         self._stores: dict[tuple[Row, int], tuple[str, int]] = {}
         self._orders: list[_Order] = []
@@ -169,10 +203,109 @@ class Elastic:
         self._leaving: set[int] = set()
         self._early: list[Kept] = []
         self._kept: KeptGradients | None = None
-        self._connections.connect({process: tuple(address) for process, address in found.items()})
+        self._source = -1  # of the state of this process, until it is a member
+        self._sources: tuple[int, ...] = ()
+        self._states: list[_State] = []
+        self._followed: dict[int, _Followed] = {}
+        self._followers: set[int] = set()  # new processes that follow this one
+        self._fetching: set[int] = set()
+        self._last_number = 0  # of the processes that have ever been
+        self._newcomer = 0.0  # when a process was welcomed that is no member yet
+        self._directory = Path(directory) if directory is not None else None
+        if (welcome := self._find_job()) is not None:
+            self._join(*welcome)
+        else:
+            self._found()
         init_fake_group(self.shards, self.shard)
+        with suppress(ValueError):  # not the main thread
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, lambda *_: self.leave())
 
-    def begin(self, model: nn.Module, optimizer: Optimizer, *, micro_batches: int = 1) -> None:
+    def _found(self) -> None:
+        """Begins a job, with all processes of the launcher."""
+        store, rank, size = next(iter(dist.rendezvous("env://")))  # type: ignore[no-untyped-call]
+        replicas = self.replicas
+        expect(size % replicas == 0, "replicas", replicas, f"a divisor of the number of processes, {size}", ValueError)
+        self.rank, self.size, self.shards = rank, size, size // replicas
+        self.shard, self._last_number = rank % self.shards, size - 1
+        key = store_once(store, f"{_MEETING}/key", os.urandom(16).hex())
+        self._connections = self._open(bytes.fromhex(key))
+        store.set(f"{_MEETING}/{rank}", json.dumps(self._connections.address))
+        found = {other: json.loads(store.get(f"{_MEETING}/{other}")) for other in range(size)}
+        shard_of = {process: process % self.shards for process in range(size)}
+        first = Membership(0, 0, tuple(shard_of.items()), arrange((), shard_of, self.shards, replicas))
+        self._agreement = Agreement(rank, self.shards, replicas, first)
+        self._connections.connect({process: tuple(address) for process, address in found.items()})
+        self._publish()
+
+    def _open(self, key: bytes) -> Connections:
+        return Connections(self.rank, key, host_address(), self._receive, self._lose, self._welcome)
+
+    def _publish(self) -> None:
+        """Writes down where this member is, for processes that are to join."""
+        if self._directory is not None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            path = self._directory / f"{self.rank}.json"
+            said = json.dumps({"address": self._connections.address, "key": self._connections.key.hex()})
+            with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600), encoding="utf-8") as file:
+                file.write(said)
+
+    def _find_job(self) -> tuple[_Welcome, bytes] | None:
+        """What the oldest member of a running job says, if there is one."""
+        if self._directory is None:
+            return None
+        files = sorted(self._directory.glob("*.json"), key=lambda file: int(file.stem))
+        for file in files:
+            with suppress(OSError, EOFError, ValueError):
+                said = json.loads(file.read_text(encoding="utf-8"))
+                key = bytes.fromhex(said["key"])
+                while (welcome := ask(tuple(said["address"]), key)) is None:  # another one is joining
+                    time.sleep(0.2)
+                return welcome, key
+        for file in files:
+            file.unlink(missing_ok=True)
+        return None
+
+    def _welcome(self) -> _Welcome | None:
+        """What a new process is told; ``None`` while another one is new."""
+        with self._changed:
+            now, agreement = time.monotonic(), self._agreement
+            if now < self._newcomer + _PATIENCE or agreement.is_frozen:
+                return None
+            self._newcomer, self._last_number = now, self._last_number + 1
+            shard = shard_for(agreement.members, self.shards)
+            members = [process for process in agreement.members if process not in agreement.lost]
+            twins = [process for process in members if agreement.members[process] == shard]
+            in_rows = {process for row in agreement.membership.rows for process in row}
+            twins.sort(key=lambda process: process in in_rows)
+            known = {**self._connections.addresses, self.rank: self._connections.address}
+            addresses = {process: known[process] for process in members}
+            mine = self._last_number, shard, self.size, self.replicas, self.seed
+            return _Welcome(*mine, addresses, tuple(twins))
+
+    def _join(self, welcome: _Welcome, key: bytes) -> None:
+        """Becomes a process of a running job, which is no member yet."""
+        if welcome.replicas != self.replicas:
+            raise ValueError(f"replicas is {self.replicas}, but the running job has {welcome.replicas}")
+        self.seed, self._last_number, self._number = welcome.seed, welcome.number, -1
+        self.rank, self.shard, self.size = welcome.number, welcome.shard, welcome.size
+        self.shards, self._sources = welcome.size // welcome.replicas, welcome.stands_by
+        self._agreement = Agreement(self.rank, self.shards, self.replicas)
+        self._connections = self._open(key)
+        for process, address in welcome.addresses.items():
+            try:
+                self._connections.connect({process: address})
+            except OSError:
+                self._agreement.lose(process)
+
+    def begin(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        micro_batches: int = 1,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
         """Names what is trained. Called once, after the optimizer was made.
 
         Args:
@@ -180,6 +313,8 @@ class Elastic:
                 replica.
             optimizer: of its parameters.
             micro_batches: how many each logical rank runs in a step.
+            state: what else a new process must get, by name: objects with ``state_dict()`` and ``load_state_dict()``,
+                such as a learning-rate scheduler. They hold tensors and plain values only.
         """
         expect(isinstance(micro_batches, int) and micro_batches > 0, "micro_batches", micro_batches, "1 or more")
         self._model, self._optimizer, self.micro_batches = model, optimizer, micro_batches
@@ -190,7 +325,10 @@ class Elastic:
             early, self._early = self._early, []
             for kept in early:
                 self._add(kept)
-        self._steps_before = 0
+        self._steps_before, self._state = 0, state or {}
+        self._leave_row()  # collectives would do nothing
+        if self.is_joining:
+            self._fetch()
         optimizer.register_step_post_hook(self._note_step)
 
     def steps(self, number: int) -> Iterator[Step]:
@@ -198,19 +336,72 @@ class Elastic:
         context."""
         if self._kept is None:
             raise RuntimeError("elastic.begin(model, optimizer) must be called before elastic.steps()")
-        while self.step < number:
+        while self.step < number and not self.has_left:
+            self._serve_newcomers()
             step = Step(self, self.step)
             yield step
             if not step.was_left:
                 raise RuntimeError(f"step {self.step} was not used as a context: write `with step:` around its body")
 
+    @property
+    def is_joining(self) -> bool:
+        """Whether this process has not been a member yet."""
+        return self._agreement.membership.number < 0
+
+    def leave(self) -> None:
+        """Lets :meth:`steps` end after the step that runs. May be called in a signal handler."""
+        self.has_left = True
+
     def close(self) -> None:
         """Ends the part of this process in the job. The others go on."""
+        if self._directory is not None:
+            (self._directory / f"{self.rank}.json").unlink(missing_ok=True)
         with self._changed:
             for process in self._agreement.members:
                 self._connections.send(process, _Leaving())
         self._connections.close()
         self._leave_row()
+
+    # -- new processes -------------------------------------------------------------------------------------------------
+
+    def _fetch(self) -> None:
+        """Gets the state of this process's shard from a member that has it."""
+        with self._changed:
+            left = [each for each in self._sources if each not in self._agreement.lost]
+            if not left:
+                raise ElasticError(f"no member is left that has shard {self.shard}, which this process was to get")
+            self._source = left[0]
+            self._states.clear()
+            self._followed.clear()
+            self._connections.send(self._source, _Fetch())
+            lost = self._agreement.lost
+            self.wait_for(lambda: self._states or self._source in lost, "the state of its shard")
+            states = [*self._states]
+        if not states:
+            self._fetch()
+            return
+        assert self._kept is not None
+        load_state(states[0].data, self._model, self._optimizer, self._state)
+        self._kept.note_buffers()
+        self.step = states[0].step
+        with self._changed:
+            self._agreement.follow(self.step)
+            self._ask_to_be_member()
+
+    def _ask_to_be_member(self) -> None:
+        if self.is_joining and self.step not in self._followed:
+            for process in self._connections.addresses:
+                self._connections.send(process, _Candidate(self.shard))
+
+    def _serve_newcomers(self) -> None:
+        """Sends the state of this process's shard to new processes that have asked for it. Called between steps."""
+        with self._changed:
+            fetching, self._fetching = self._fetching, set()
+            self._followers |= fetching
+        if fetching:
+            state = _State(self.step, pack_state(self._model, self._optimizer, self._state))
+            for process in fetching:
+                self._connections.send(process, state)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -232,6 +423,20 @@ class Elastic:
                 self._squares[message.step, message.shard] = message.total
             elif isinstance(message, _Leaving):
                 self._leaving.add(sender)
+            elif isinstance(message, _Fetch):
+                self._last_number = max(self._last_number, sender)
+                self._fetching.add(sender)
+            elif isinstance(message, _State):
+                self._states.append(message)
+            elif isinstance(message, _Followed):
+                self._followed[message.step] = message
+                self._squares.update({(message.step, shard): total for shard, total in message.squares.items()})
+            elif isinstance(message, _Candidate):
+                self._last_number = max(self._last_number, sender)
+                if sender not in self._agreement.members:
+                    self._agreement.candidates[sender] = message.shard
+                    self._agreement.consider()
+                    self._after_agreement()
             self._changed.notify_all()
 
     def _lose(self, process: int) -> None:
@@ -239,6 +444,8 @@ class Elastic:
             if process not in self._leaving:
                 _log.warning(f"process {process} of the job has ended")
             self._noticed[process] = time.monotonic()
+            self._followers.discard(process)
+            self._fetching.discard(process)
             self._agreement.lose(process)
             self._after_agreement()
             self._changed.notify_all()
@@ -258,6 +465,7 @@ class Elastic:
             self._after_agreement()
 
     _number = 0  # of the membership that this process has acted on
+    _mean: tuple[bytes, tuple[bool, ...]] | None = None  # of the step that ends, for those that follow
 
     def _after_agreement(self) -> None:
         """Sends what the agreement wants to send. If there is a new membership, tells what this process has."""
@@ -268,6 +476,11 @@ class Elastic:
         if self._number == membership.number:
             return
         self._number = membership.number
+        if membership.joined:
+            self._newcomer = 0.0
+            self._followers.difference_update(membership.joined)
+        if self.rank in membership.joined:
+            self._publish()
         took = [f"{time.monotonic() - self._noticed.pop(each):.2f} s" for each in [*self._noticed]]
         _log.warning(
             f"membership {membership.number} from step {membership.step} on: processes {[*membership.shard_of]}, rows "
@@ -295,7 +508,7 @@ class Elastic:
         """Waits until a condition holds, with the lock. Raises ElasticError if nothing can make it true any more."""
         frozen_since, agreement = 0.0, self._agreement
         while not condition():
-            if self.rank not in agreement.members:
+            if self.rank not in agreement.members and not self.is_joining:
                 raise ElasticError(
                     f"process {self.rank} is no longer a member of the job: the others took it for lost, and go on "
                     f"without it. Start it again"
@@ -396,7 +609,9 @@ class Elastic:
             if orders:
                 self._orders.remove(orders[0])
                 found.append(orders[0].replica)
-            return bool(found) or agreement.step > step
+            if self.is_joining and self._source in agreement.lost:
+                raise ElasticError(f"process {self._source} has ended, whose state this process was getting: start it again")
+            return bool(found) or agreement.step > step or step in self._followed
 
         while True:
             self.follow_membership()
@@ -404,7 +619,7 @@ class Elastic:
                 self.wait_for(is_known, f"the gradients of step {step}")
                 if found:
                     return found[0]
-                if agreement.step > step:
+                if agreement.step > step or step in self._followed:
                     return None
 
     def _give_order(self, step: int) -> None:
@@ -466,10 +681,27 @@ class Elastic:
             raise RuntimeError(f"the optimizer made no step in step {step}: call optimizer.step() at the end of its body")
         with self._changed:
             assert self._kept is not None
+            for process in self._followers if self._mean is not None else ():
+                squares = {shard: total for (of, shard), total in self._squares.items() if of == step}
+                self._connections.send(process, _Followed(step, *self._mean, squares))
             self.step = step + 1
+            self._followed.pop(step, None)
+            if self.is_joining:
+                self._agreement.follow(self.step)
+                self._ask_to_be_member()
             self._kept.forget(step)
             self._squares = {key: value for key, value in self._squares.items() if key[0] > step}
             self._look_whether_complete()
+
+    def show_gradients(self, step: int) -> None:
+        """Sets ``param.grad`` to the mean over the logical replicas."""
+        kept = self._kept
+        assert kept is not None
+        if (followed := self._followed.get(step)) is not None:
+            kept.show_packed(followed.data, followed.present)
+        else:
+            kept.show_mean(step)
+        self._mean = kept.pack_mean() if self._followers else None
 
     def survives(self, error: BaseException, has_stepped: bool) -> bool:
         """Whether an error in a step is that of a lost process, without which the job goes on."""
@@ -501,8 +733,7 @@ class Step:
         elastic = self._elastic
         while (replica := elastic.next_replica(self.number)) is not None:
             yield from elastic.run(self.number, replica)
-        assert elastic._kept is not None
-        elastic._kept.show_mean(self.number)
+        elastic.show_gradients(self.number)
         self._has_gradients = True
 
     def __enter__(self) -> Step:

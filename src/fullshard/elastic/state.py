@@ -1,0 +1,74 @@
+"""What a new process gets from one that has the same shard: parameters, optimizer state, and the user's own state.
+
+Owns how these become bytes and are loaded again. Only tensors and plain values travel: nothing that is loaded can run
+code (``torch.load`` with ``weights_only=True``).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard.group.parameter import local_tensor
+
+
+def pack_state(model: nn.Module, optimizer: Optimizer, more: Mapping[str, Any]) -> bytes:
+    """What this process has of a model and its optimizer, and the state dicts of ``more``. Called between steps."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = [
+        {name: (isinstance(value, DTensor), _detached(value)) for name, value in optimizer.state.get(param, {}).items()}
+        for param in params
+    ]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    packed = {
+        "parameters": [_detached(param) for param in model.parameters()],
+        "buffers": [*model.buffers()],
+        "state": state,
+        "groups": groups,
+        "more": {name: each.state_dict() for name, each in more.items()},
+    }
+    data = io.BytesIO()
+    torch.save(packed, data)
+    return data.getvalue()
+
+
+@torch.no_grad()
+def load_state(data: bytes, model: nn.Module, optimizer: Optimizer, more: Mapping[str, Any]) -> None:
+    """Loads what :func:`pack_state` has packed, in place."""
+    packed = torch.load(io.BytesIO(data), weights_only=True)
+    for param, values in zip(model.parameters(), packed["parameters"], strict=True):
+        local_tensor(param).copy_(values)
+    for buffer, values in zip(model.buffers(), packed["buffers"], strict=True):
+        buffer.copy_(values)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state: dict[int, dict[str, Any]] = {}
+    for number, (param, values) in enumerate(zip(params, packed["state"], strict=True)):
+        if values:
+            state[number] = {name: _like(param, *value) for name, value in values.items()}
+    numbers = iter(range(len(params)))
+    groups: Sequence[dict[str, Any]] = [
+        {**group, "params": [next(numbers) for _ in own["params"]]}
+        for group, own in zip(packed["groups"], optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for name, each in more.items():
+        each.load_state_dict(packed["more"][name])
+
+
+def _detached(value: Any) -> Any:
+    return local_tensor(value).detach() if isinstance(value, torch.Tensor) else value
+
+
+def _like(param: nn.Parameter, is_sharded: bool, value: Any) -> Any:
+    """A value of the state of a parameter; sharded like that, if it was."""
+    if not is_sharded:
+        return value
+    made = torch.empty_like(param, dtype=value.dtype)
+    local_tensor(made).copy_(value)
+    return made
