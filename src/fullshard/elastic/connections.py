@@ -1,7 +1,8 @@
 """The connections of a process of an elastic job to every other one, and the threads that serve them.
 
 Messages between two processes arrive in order, and the end of a process comes after its last message. A connection ends
-only if a process does: nobody closes one for another reason. So its end is certain news, unlike silence.
+only if a process does: nobody closes one for another reason. So its end is certain news. Silence is not: a process that
+has sent nothing for long, not even that it is alive, may be stopped, or the network may be cut.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
@@ -17,10 +19,14 @@ from typing import Any
 
 Address = tuple[str, int]
 
+_END = object()
+_BEAT = 1.0  # seconds between two messages that say that a process is alive
+
 
 class Connections:
     """The connections of the process ``me``. ``on_message`` is called with the number of a process and what it sent,
-    ``on_end`` with the number of one that has ended, in a thread of their own. What ``welcome`` returns is told to a new
+    ``on_end`` with the number of one that has ended, and ``on_silence`` with that of one that has been silent for
+    ``silence`` seconds (``True``) or no longer is, in threads of their own. What ``welcome`` returns is told to a new
     process that has no number yet.
 
     Objects that are sent are pickled. A process must know the ``key`` of the job to connect (HMAC, by the standard
@@ -34,16 +40,21 @@ class Connections:
         host: str,
         on_message: Callable[[int, Any], None],
         on_end: Callable[[int], None],
+        on_silence: Callable[[int, bool], None],
+        silence: float,
         welcome: Callable[[], Any],
     ) -> None:
         self.me, self.key, self._on_message, self._on_end, self._welcome = me, key, on_message, on_end, welcome
         self.addresses: dict[int, Address] = {}
         self._listener = Listener((host, 0), backlog=64, authkey=key)
         self.address: Address = self._listener.address  # type: ignore[assignment]
+        self._on_silence, self._silence = on_silence, silence
+        self._heard: dict[int, float] = {}  # when something came last
         self._of: dict[int, Connection] = {}
         self._outgoing: dict[int, queue.SimpleQueue[Any]] = {}
         self._changed, self._is_open = threading.Condition(), True
         self._start(self._accept, "accept")
+        self._start(self._beat, "beat")
 
     def _start(self, run: Callable[..., None], name: str, *arguments: Any) -> None:
         threading.Thread(target=run, args=arguments, name=f"fullshard-elastic-{name}", daemon=True).start()
@@ -70,7 +81,7 @@ class Connections:
         """Ends all connections, after what was sent."""
         self._is_open = False
         for outgoing in self._outgoing.values():
-            outgoing.put(None)
+            outgoing.put(_END)
         with suppress(OSError):
             self._listener.close()
 
@@ -87,6 +98,7 @@ class Connections:
         with socket.socket(fileno=connection.fileno()) as found:
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             found.detach()
+        self._heard[process] = time.monotonic()
         outgoing = self._outgoing[process] = queue.SimpleQueue()
         self._start(self._read, "read", process, connection)
         self._start(self._write, "write", connection, outgoing)
@@ -100,13 +112,31 @@ class Connections:
                 message = connection.recv()
             except (EOFError, OSError):
                 break
-            self._on_message(process, message)
+            self._heard[process] = time.monotonic()
+            if message is not None:
+                self._on_message(process, message)
+        self._heard.pop(process, None)
         self._outgoing.pop(process, None)
         self._on_end(process)
 
+    def _beat(self) -> None:
+        silent, last = set[int](), time.monotonic()
+        while self._is_open:
+            for outgoing in [*self._outgoing.values()]:
+                outgoing.put(None)
+            time.sleep(_BEAT)
+            now = time.monotonic()
+            if now - last > 3 * _BEAT:  # this process was stopped itself: what came meanwhile is not read yet
+                self._heard = dict.fromkeys(self._heard, now)
+            last = now
+            for process, heard in [*self._heard.items()]:
+                if (now - heard > self._silence) != (process in silent):
+                    silent ^= {process}
+                    self._on_silence(process, process in silent)
+
     def _write(self, connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
         with suppress(OSError, ValueError):
-            while (message := outgoing.get()) is not None:
+            while (message := outgoing.get()) is not _END:
                 connection.send(message)
             with socket.socket(fileno=connection.fileno()) as found:
                 found.shutdown(socket.SHUT_WR)

@@ -15,9 +15,10 @@ import logging
 import os
 import random
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -30,8 +31,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.comm.backends import comes_from_backend
-from fullshard.comm.select import select_transport
-from fullshard.comm.waits import PeerFailureError
+from fullshard.comm.collective import CollectiveTransport
+from fullshard.comm.select import select_transport, simulated_transport
+from fullshard.comm.waits import WAITS, PeerFailureError
 from fullshard.elastic.agreement import KINDS, Agreement, Membership
 from fullshard.elastic.connections import Connections, ask, host_address
 from fullshard.elastic.gradients import Kept, KeptGradients
@@ -40,16 +42,22 @@ from fullshard.elastic.state import load_state, pack_state
 from fullshard.policies import expect
 from fullshard.schedule.unit import schedule_of
 from fullshard.torch_private import init_fake_group
+from fullshard.watch.connections import connected_sockets
 
 _log = logging.getLogger("fullshard")
 
 _PATIENCE = 30.0  # seconds in which a change must be decided
+_SILENCE = 30.0  # seconds after which a process that says nothing is taken for lost, unless the user says
 _AGAIN = 1.0  # seconds after which a change is proposed again
 _MEETING = "fullshard/elastic"
 
 
 class ElasticError(RuntimeError):
     """The job cannot go on with the processes that are left. The message says what they lack."""
+
+
+class _RepeatStep(Exception):
+    """The step begins again, perhaps from another state."""
 
 
 class MicroBatch(NamedTuple):
@@ -217,6 +225,8 @@ class Elastic:
         else:
             self._found()
         init_fake_group(self.shards, self.shard)
+        self._until_begin = simulated_transport(lambda _: CollectiveTransport())
+        self._until_begin.__enter__()
         with suppress(ValueError):  # not the main thread
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, lambda *_: self.leave())
@@ -239,7 +249,9 @@ class Elastic:
         self._publish()
 
     def _open(self, key: bytes) -> Connections:
-        return Connections(self.rank, key, host_address(), self._receive, self._lose, self._welcome)
+        silence = float(os.environ.get("FULLSHARD_HANG_TIMEOUT", _SILENCE))
+        heard = self._receive, self._lose, self._suspect
+        return Connections(self.rank, key, host_address(), *heard, silence, self._welcome)
 
     def _publish(self) -> None:
         """Writes down where this member is, for processes that are to join."""
@@ -327,6 +339,7 @@ class Elastic:
                 self._add(kept)
         self._steps_before, self._state = 0, state or {}
         self._leave_row()  # collectives would do nothing
+        self._until_begin.__exit__(None, None, None)
         if self.is_joining:
             self._fetch()
         optimizer.register_step_post_hook(self._note_step)
@@ -338,6 +351,8 @@ class Elastic:
             raise RuntimeError("elastic.begin(model, optimizer) must be called before elastic.steps()")
         while self.step < number and not self.has_left:
             self._serve_newcomers()
+            if self._has_lost_source():
+                self._fetch()
             step = Step(self, self.step)
             yield step
             if not step.was_left:
@@ -387,6 +402,10 @@ class Elastic:
         with self._changed:
             self._agreement.follow(self.step)
             self._ask_to_be_member()
+
+    def _has_lost_source(self) -> bool:
+        """Whether the process that this one follows has ended."""
+        return self.is_joining and self._source in self._agreement.lost and self.step not in self._followed
 
     def _ask_to_be_member(self) -> None:
         if self.is_joining and self.step not in self._followed:
@@ -444,9 +463,20 @@ class Elastic:
             if process not in self._leaving:
                 _log.warning(f"process {process} of the job has ended")
             self._noticed[process] = time.monotonic()
+            if process not in self._agreement.members:
+                self._newcomer = 0.0
             self._followers.discard(process)
             self._fetching.discard(process)
             self._agreement.lose(process)
+            self._after_agreement()
+            self._changed.notify_all()
+
+    def _suspect(self, process: int, is_silent: bool) -> None:
+        with self._changed:
+            if is_silent:
+                _log.warning(f"process {process} of the job is silent: it is stopped, or the network is cut")
+            self._noticed[process] = time.monotonic()
+            self._agreement.suspect(process, is_silent)
             self._after_agreement()
             self._changed.notify_all()
 
@@ -464,6 +494,7 @@ class Elastic:
             self._agreement.complete()
             self._after_agreement()
 
+    _row_connections: Collection[tuple[str, str]] = ()  # of the backend between the processes of the row
     _number = 0  # of the membership that this process has acted on
     _mean: tuple[bytes, tuple[bool, ...]] | None = None  # of the step that ends, for those that follow
 
@@ -481,10 +512,15 @@ class Elastic:
             self._followers.difference_update(membership.joined)
         if self.rank in membership.joined:
             self._publish()
-        took = [f"{time.monotonic() - self._noticed.pop(each):.2f} s" for each in [*self._noticed]]
-        _log.warning(
-            f"membership {membership.number} from step {membership.step} on: processes {[*membership.shard_of]}, rows "
-            f"{[*membership.rows]}; agreed {', '.join(took)} after the loss was noticed"
+        if self._row and self._find_row() != self._row:
+            self._cut_row()
+        took = max((time.monotonic() - when for when in self._noticed.values()), default=0.0)
+        self._noticed.clear()
+        is_first = next(iter(membership.shard_of), -1) == self.rank
+        _log.log(
+            logging.WARNING if is_first else logging.INFO,
+            f"membership {membership.number}, from step {membership.step} on: processes {[*membership.shard_of]} in rows "
+            f"{[*membership.rows]}, agreed {took:.2f} s after the change was noticed",
         )
         if self._kept is not None and self.rank in membership.shard_of:
             step = self._agreement.step
@@ -560,6 +596,14 @@ class Elastic:
             with suppress(Exception):
                 dist.destroy_process_group()
 
+    def _cut_row(self) -> None:
+        """Ends the waits of training for processes of a row that is no more: some may be stopped, not ended."""
+        WAITS.judged = WAITS.count, "The membership of the job has changed"
+        for connection, ends in connected_sockets():
+            if ends in self._row_connections:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
     def _enter_row(self, row: Row) -> None:
         number, timeout = self._agreement.membership.number, timedelta(seconds=_PATIENCE)
         if row[0] == self.rank:
@@ -576,7 +620,9 @@ class Elastic:
                     raise RuntimeError(f"a process of row {row} has ended")
                 host, port = stores[max(found)]
             store = dist.TCPStore(host, port, self.shards, is_master=False, timeout=timeout)
+        before = {ends for _, ends in connected_sockets()}
         dist.init_process_group("gloo", store=store, rank=self.shard, world_size=self.shards)
+        self._row_connections = {ends for _, ends in connected_sockets()} - before
         self._use_process_group(dist.group.WORLD)
 
     def _use_process_group(self, process_group: Any) -> None:
@@ -609,8 +655,8 @@ class Elastic:
             if orders:
                 self._orders.remove(orders[0])
                 found.append(orders[0].replica)
-            if self.is_joining and self._source in agreement.lost:
-                raise ElasticError(f"process {self._source} has ended, whose state this process was getting: start it again")
+            if self._has_lost_source():
+                raise _RepeatStep
             return bool(found) or agreement.step > step or step in self._followed
 
         while True:
@@ -705,6 +751,8 @@ class Elastic:
 
     def survives(self, error: BaseException, has_stepped: bool) -> bool:
         """Whether an error in a step is that of a lost process, without which the job goes on."""
+        if isinstance(error, _RepeatStep):
+            return True
         is_loss = isinstance(error, PeerFailureError) or (isinstance(error, RuntimeError) and comes_from_backend(error))
         if not is_loss or has_stepped:
             return False
