@@ -1,0 +1,172 @@
+"""What elastic training costs, and how fast it goes on: `python -m benchmarks.elastic`.
+
+Four processes, two replicas of two shards, train blocks of linear layers. Prints the time of a step divided by that of
+the same training on a mesh of two replicas, rounds of both in turn; the seconds from a kill to the next step that
+another process finishes, less a usual step; and how much slower steps are while a new process gets its state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+SIZE, REPLICAS = 4, 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic", description=__doc__)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=64, help="samples of a logical rank in a step")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20, help="steps of a round")
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--train", choices=("elastic", "mesh"), help=argparse.SUPPRESS)
+    parser.add_argument("--directory", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        train(options)
+        return
+    ratios = []
+    for _ in range(options.rounds):
+        mesh, elastic = (step_of(run(options, kind)) for kind in ("mesh", "elastic"))
+        ratios.append(elastic / mesh)
+        print(f"a step: mesh {mesh * 1e3:.1f} ms, elastic {elastic * 1e3:.1f} ms", flush=True)
+    print(f"steady cost: {statistics.median(ratios):.3f} of a step ({min(ratios):.3f} to {max(ratios):.3f})")
+    kills = sorted(recovery(options) for _ in range(options.kills))
+    if kills:
+        print(f"from a kill to the next step: {' '.join(f'{each:.3f}' for each in kills)} s, beyond a usual step")
+    print("while a process joins: a step takes {:.2f} of the usual time; {:.1f} MiB of state".format(*joining(options)))
+
+
+def start(options: argparse.Namespace, kind: str, rank: int, port: int, directory: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1"}
+    env |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank)}
+    sizes = [f"--{name}={getattr(options, name)}" for name in ("blocks", "width", "batch", "steps")]
+    command = [sys.executable, "-m", "benchmarks.elastic", f"--train={kind}", f"--directory={directory}", *sizes]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def started(options: argparse.Namespace, kind: str, directory: str = "") -> list[subprocess.Popen[str]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return [start(options, kind, rank, port, directory) for rank in range(SIZE)]
+
+
+def read(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in process.communicate()[0].splitlines() if line.startswith("{")]
+
+
+def run(options: argparse.Namespace, kind: str) -> list[list[dict[str, Any]]]:
+    return [read(process) for process in started(options, kind)]
+
+
+def step_of(said: list[list[dict[str, Any]]]) -> float:
+    """The median time of a step on the first rank, without the first steps."""
+    ends = [each["end"] for each in said[0]]
+    return statistics.median(after - before for before, after in zip(ends[3:-1], ends[4:], strict=True))
+
+
+def recovery(options: argparse.Namespace) -> float:
+    """Seconds from a kill to the next step that another process ends, beyond the usual time of a step."""
+    processes = started(options, "elastic")
+    victim = random.randrange(SIZE)
+    lines = processes[victim].stdout
+    assert lines is not None
+    for _ in range(options.steps // 2):
+        lines.readline()
+    time.sleep(random.random() * 0.3)
+    processes[victim].send_signal(signal.SIGKILL)
+    killed = time.time()
+    said = [read(process) for at, process in enumerate(processes) if at != victim]
+    ends = sorted(each["end"] for one in said for each in one)
+    usual = step_of(said)
+    later = [end for end in ends if end > killed + usual / 2]
+    return max(0.0, later[0] - killed - usual) if later else float("nan")
+
+
+def joining(options: argparse.Namespace) -> tuple[float, float]:
+    """The time of a step while a new process gets its state, divided by the usual time; and the MiB of that state."""
+    options = argparse.Namespace(**{**vars(options), "steps": options.steps * 8})
+    with tempfile.TemporaryDirectory() as directory:
+        processes = started(options, "elastic", directory)
+        time.sleep(10)
+        newcomer = start(options, "elastic", SIZE, 1, directory)
+        said = [read(process) for process in processes]
+        news = read(newcomer)
+    fetched, ends = news[0]["fetched"], [each["end"] for each in said[0]]
+    if not news[1:]:
+        return float("nan"), news[0]["bytes"] / 2**20
+    first = news[1]["end"]
+    pairs = [(after, after - before) for before, after in zip(ends[3:-1], ends[4:], strict=True)]
+    during = [took for end, took in pairs if fetched - 0.5 < end < first + 0.5]
+    before = [took for end, took in pairs if end < fetched - 4]  # before it was started, whose start takes a core
+    return statistics.mean(during) / statistics.mean(before), news[0]["bytes"] / 2**20
+
+
+def train(options: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from fullshard import fully_shard
+    from fullshard.elastic import Elastic
+
+    elastic, mesh = None, None
+    if options.train == "elastic":
+        elastic = Elastic(replicas=REPLICAS, directory=options.directory or None)
+    else:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (REPLICAS, SIZE // REPLICAS), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(
+            nn.Linear(options.width, 4 * options.width), nn.ReLU(), nn.Linear(4 * options.width, options.width)
+        )
+        for _ in range(options.blocks)
+    ]
+    model = nn.Sequential(*blocks)
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(options.batch, options.width)
+
+    def body() -> None:
+        model(batch).square().mean().backward()
+
+    if elastic is None:
+        for _ in range(options.steps):
+            body()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(json.dumps({"end": time.time()}), flush=True)
+        dist.destroy_process_group()
+        return
+    elastic.begin(model, optimizer)
+    if elastic.step:
+        nbytes = 3 * sum(param.to_local().nbytes for param in model.parameters())
+        print(json.dumps({"fetched": time.time(), "bytes": nbytes}), flush=True)
+    for step in elastic.steps(options.steps):
+        with step:
+            for _ in step:
+                body()
+            optimizer.step()
+        if not elastic.is_joining:
+            print(json.dumps({"end": time.time()}), flush=True)
+    elastic.close()
+
+
+if __name__ == "__main__":
+    main()
