@@ -275,7 +275,7 @@ class Agreement:
         members = {process: self.members[process] for process in old}
         joined = {}
         for process, shard in self.candidates.items():
-            if process in promises and step - promises[process].is_complete <= promises[process].step <= step:
+            if process in promises and step - 1 <= promises[process].step <= step:  # the gradients between follow
                 joined[process] = shard
         everyone = members | joined
         self.has_lost_shards = missing_shards(everyone, self._shards)
@@ -322,7 +322,8 @@ class Agreement:
         self._send(before.keys() | value.shard_of.keys(), message)
         has_stepped = value.step > self.step
         self.candidates.clear()  # those that are not among the members ask again
-        if self.me not in value.shard_of or (has_stepped and not mine) or value.step - self.step > 1:
+        may_step = mine or self.me in value.joined
+        if self.me not in value.shard_of or (has_stepped and not may_step) or value.step - self.step > 1:
             self.membership, self.state = value, State.OUT
             return
         self.membership, self.state, self.step = value, State.RUNNING, value.step

@@ -89,7 +89,7 @@ class KeptGradients:
             segment, present = self._of[step, replica]
             if segment is not self._own.get((replica, step % 2)):
                 own = self._own_memory(step, replica)
-                own.memory[:] = segment.memory[:]
+                _bytes_of(own)[:] = _bytes_of(segment)
                 segment = own
             told.append(self._note(step, replica, segment, present))
         return told
@@ -107,7 +107,7 @@ class KeptGradients:
         else:
             assert kept.data is not None
             segment = self._own_memory(kept.step, kept.replica)
-            segment.memory[:] = kept.data
+            _bytes_of(segment)[:] = kept.data
         self._of[kept.step, kept.replica] = segment, kept.present
 
     @torch.no_grad()
@@ -140,13 +140,13 @@ class KeptGradients:
         for value, view in zip((*values, *self._buffers), self._views(segment), strict=True):
             if value is not None:
                 view.copy_(value)
-        return bytes(segment.memory[:]), present
+        return bytes(_bytes_of(segment)), present
 
     @torch.no_grad()
     def show_packed(self, data: bytes, present: Sequence[bool]) -> None:
         """Sets ``param.grad`` and the buffers to what another process has packed."""
         segment = Segment.create(self._nbytes)
-        segment.memory[:] = data
+        _bytes_of(segment)[:] = data
         views = self._views(segment)
         for param, is_there, view in zip(self._params, present, views, strict=False):
             param.grad = torch.empty_like(param) if is_there else None
@@ -178,7 +178,7 @@ class KeptGradients:
 
     def with_data(self, kept: Kept) -> Kept:
         """The same, with the gradients themselves, for another host."""
-        return kept._replace(data=bytes(self._of[kept.step, kept.replica][0].memory[:]))
+        return kept._replace(data=bytes(_bytes_of(self._of[kept.step, kept.replica][0])))
 
     def _views(self, segment: Segment) -> list[torch.Tensor]:
         shapes = [each.shape for each in (*self._locals, *self._buffers)]
@@ -186,3 +186,7 @@ class KeptGradients:
             segment.tensor(start, shape.numel(), dtype).view(shape)
             for start, shape, dtype in zip(self._starts, shapes, self._dtypes, strict=True)
         ]
+
+
+def _bytes_of(segment: Segment) -> memoryview:
+    return memoryview(segment.memory).cast("B")

@@ -404,8 +404,21 @@ class Elastic:
             self._ask_to_be_member()
 
     def _has_lost_source(self) -> bool:
-        """Whether the process that this one follows has ended."""
-        return self.is_joining and self._source in self._agreement.lost and self.step not in self._followed
+        """Whether the process that this one follows has ended. Raises ElasticError if only that one could help."""
+        if self._source not in self._agreement.lost or self.step in self._followed:
+            return False
+        if not self.is_joining and self.step < self._first:
+            raise ElasticError(f"process {self._source} has ended before process {self.rank} had its state: start again")
+        return self.is_joining
+
+    def _drop_followers(self) -> None:
+        """Forgets followers that are members, and have been sent all that came before."""
+        if self.step >= self._agreement.membership.step:
+            self._followers.difference_update(self._agreement.members)
+
+    def _counts(self, step: int) -> bool:
+        """Whether a step counts, and its gradients are here."""
+        return step in self._followed or (self._agreement.step > step >= self._first)
 
     def _ask_to_be_member(self) -> None:
         if self.is_joining and self.step not in self._followed:
@@ -495,6 +508,7 @@ class Elastic:
             self._after_agreement()
 
     _row_connections: Collection[tuple[str, str]] = ()  # of the backend between the processes of the row
+    _first = 0  # the step from which on this process is a member
     _number = 0  # of the membership that this process has acted on
     _mean: tuple[bytes, tuple[bool, ...]] | None = None  # of the step that ends, for those that follow
 
@@ -509,8 +523,9 @@ class Elastic:
         self._number = membership.number
         if membership.joined:
             self._newcomer = 0.0
-            self._followers.difference_update(membership.joined)
+            self._drop_followers()
         if self.rank in membership.joined:
+            self._first = membership.step
             self._publish()
         if self._row and self._find_row() != self._row:
             self._cut_row()
@@ -644,7 +659,6 @@ class Elastic:
     def next_replica(self, step: int) -> int | None:
         """The logical replica whose micro-batches this process runs next; ``None`` once the step counts. Waits."""
         found: list[int] = []
-        agreement = self._agreement
 
         def is_known() -> bool:
             if self._find_row() != self._row:
@@ -657,7 +671,7 @@ class Elastic:
                 found.append(orders[0].replica)
             if self._has_lost_source():
                 raise _RepeatStep
-            return bool(found) or agreement.step > step or step in self._followed
+            return bool(found) or self._counts(step)
 
         while True:
             self.follow_membership()
@@ -665,7 +679,7 @@ class Elastic:
                 self.wait_for(is_known, f"the gradients of step {step}")
                 if found:
                     return found[0]
-                if agreement.step > step or step in self._followed:
+                if self._counts(step):
                     return None
 
     def _give_order(self, step: int) -> None:
@@ -731,6 +745,7 @@ class Elastic:
                 squares = {shard: total for (of, shard), total in self._squares.items() if of == step}
                 self._connections.send(process, _Followed(step, *self._mean, squares))
             self.step = step + 1
+            self._drop_followers()
             self._followed.pop(step, None)
             if self.is_joining:
                 self._agreement.follow(self.step)
