@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
@@ -59,18 +60,22 @@ class Connections:
     def _start(self, run: Callable[..., None], name: str, *arguments: Any) -> None:
         threading.Thread(target=run, args=arguments, name=f"fullshard-elastic-{name}", daemon=True).start()
 
-    def connect(self, addresses: Mapping[int, Address]) -> None:
+    def connect(self, addresses: Mapping[int, Address], patience: float) -> set[int]:
         """Connects with processes: this one calls those with smaller numbers, and waits for the calls of the others.
-        Raises TimeoutError if one does not call."""
+        Returns those with which there is no connection after ``patience`` seconds."""
         for process, address in addresses.items():
             if process < self.me:
-                connection = Client(address, authkey=self.key)
-                connection.send((self.me, self.address))
-                self._serve(process, address, connection)
+                self._start(self._call, "call", process, address)
         with self._changed:
             others = {*addresses} - {self.me}
-            if not self._changed.wait_for(lambda: others <= self._of.keys(), 60):
-                raise TimeoutError(f"processes {sorted(others - self._of.keys())} did not connect in 60 s")
+            self._changed.wait_for(lambda: others <= self._of.keys(), patience)
+            return others - self._of.keys()
+
+    def _call(self, process: int, address: Address) -> None:
+        with suppress(OSError, EOFError):  # it has ended
+            connection = Client(address, authkey=self.key)
+            connection.send((self.me, self.address))
+            self._serve(process, address, connection)
 
     def send(self, process: int, message: Any) -> None:
         """Sends an object, in order; it may be changed once it is pickled, before this returns."""
@@ -143,11 +148,21 @@ class Connections:
                 found.detach()
 
 
-def ask(address: Address, key: bytes) -> Any:
-    """What a process tells one that has no number yet. Raises OSError or EOFError if it has ended."""
-    with Client(address, authkey=key) as connection:
-        connection.send(None)
-        return connection.recv()
+def ask(address: Address, key: bytes, patience: float) -> Any:
+    """What a process tells one that has no number yet. Raises OSError or EOFError if it has ended, or does not answer
+    for ``patience`` seconds."""
+    answer = Future[Any]()
+
+    def call() -> None:
+        try:
+            with Client(address, authkey=key) as connection:
+                connection.send(None)
+                answer.set_result(connection.recv())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=call, name="fullshard-elastic-ask", daemon=True).start()
+    return answer.result(patience)
 
 
 def host_address() -> str:

@@ -48,6 +48,7 @@ _log = logging.getLogger("fullshard")
 
 _PATIENCE = 30.0  # seconds in which a change must be decided
 _SILENCE = 30.0  # seconds after which a process that says nothing is taken for lost, unless the user says
+_ANSWER = 5.0  # seconds in which a member must answer a new process
 _AGAIN = 1.0  # seconds after which a change is proposed again
 _MEETING = "fullshard/elastic"
 
@@ -245,7 +246,9 @@ class Elastic:
         shard_of = {process: process % self.shards for process in range(size)}
         first = Membership(0, 0, tuple(shard_of.items()), arrange((), shard_of, self.shards, replicas))
         self._agreement = Agreement(rank, self.shards, replicas, first)
-        self._connections.connect({process: tuple(address) for process, address in found.items()})
+        missing = self._connections.connect({each: tuple(address) for each, address in found.items()}, 2 * _PATIENCE)
+        if missing:
+            raise ElasticError(f"processes {sorted(missing)} did not connect with process {rank}")
         self._publish()
 
     def _open(self, key: bytes) -> Connections:
@@ -271,7 +274,7 @@ class Elastic:
             with suppress(OSError, EOFError, ValueError):
                 said = json.loads(file.read_text(encoding="utf-8"))
                 key = bytes.fromhex(said["key"])
-                while (welcome := ask(tuple(said["address"]), key)) is None:  # another one is joining
+                while (welcome := ask(tuple(said["address"]), key, _ANSWER)) is None:  # another one is joining
                     time.sleep(0.2)
                 return welcome, key
         for file in files:
@@ -304,11 +307,8 @@ class Elastic:
         self.shards, self._sources = welcome.size // welcome.replicas, welcome.stands_by
         self._agreement = Agreement(self.rank, self.shards, self.replicas)
         self._connections = self._open(key)
-        for process, address in welcome.addresses.items():
-            try:
-                self._connections.connect({process: address})
-            except OSError:
-                self._agreement.lose(process)
+        for process in self._connections.connect(welcome.addresses, _ANSWER):
+            self._agreement.suspect(process)  # it has ended meanwhile, or is stopped
 
     def begin(
         self,
@@ -651,7 +651,7 @@ class Elastic:
             group.first_values = group.first_values if is_first else None
             group.reduce_transport = transport
             group.use_transport(transport)
-        schedule.begin_over(process_group)
+        schedule.begin_over(process_group, self.step)
         schedule.checks = checks
 
     # -- what to run ---------------------------------------------------------------------------------------------------

@@ -124,10 +124,11 @@ class Schedule:
             largest = max([group.full.buffer.nbytes for group in self.groups], default=0)
             keep_freed(self, 2 * sum(group.shard.nbytes for group in self.groups) + 4 * largest)
 
-    def begin_over(self, process_group: dist.ProcessGroup) -> None:
-        """Count passes and steps from 0 again, over a process group that has taken the place of all others."""
+    def begin_over(self, process_group: dist.ProcessGroup, steps: int) -> None:
+        """Count passes from 0 and steps from ``steps``, over a process group in the place of all others."""
         self._process_groups, listeners = [process_group], self.log.listeners
         self.step, self.passes, self.order = Step(self.begin_backward), Passes(), Order()
+        self.step.optimizer_steps = self.step.steps_before = steps
         self.step.log = self.log = StepLog(self.device, self.step, self._process_groups)
         self.log.listeners = listeners
         self.comm = CommContext(self.device)

@@ -1,0 +1,134 @@
+"""Runs elastic jobs of several processes on this machine, and says what became of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Fault = tuple[int, str, str]  # a step, a place in it, and the name of a signal
+PLACES = ("begin", "forward 0", "backward 0", "forward 1", "backward 1", "clip", "step", "end")
+
+
+@dataclass
+class Job:
+    """What is to happen in a job.
+
+    ``faults`` are those of each process, by its rank. ``joins`` are the numbers of steps after which one more process
+    is started.
+    """
+
+    shards: int = 2
+    replicas: int = 2
+    steps: int = 6
+    faults: Mapping[int, Sequence[Fault]] = field(default_factory=dict)
+    joins: Sequence[int] = ()
+    transport: str = ""
+    pause: float = 0.0
+    silence: float = 30.0
+
+
+@dataclass
+class Result:
+    """What became of a job: the exit statuses of its processes and what each has said, in the order of their start."""
+
+    statuses: list[int]
+    said: list[list[dict[str, Any]]]
+    errors: list[str]
+
+    def ends(self) -> list[dict[str, Any]]:
+        return [each for one in self.said for each in one if "ended" in each]
+
+    def digests(self, step: int) -> dict[int, set[str]]:
+        """The digests of each shard, on the processes that have made all steps."""
+        found: dict[int, set[str]] = {}
+        for each in self.ends():
+            if each["step"] == step:
+                found.setdefault(each["shard"], set()).add(each["digest"])
+        return found
+
+    def ran(self) -> set[tuple[int, ...]]:
+        return {tuple(each["ran"]) for one in self.said for each in one if "ran" in each}
+
+    def recoveries(self) -> list[float]:
+        """Seconds from each kill to the next step that any process has ended."""
+        kills = [each["time"] for one in self.said for each in one if "fault" in each and each["fault"][2] == "SIGKILL"]
+        ends = sorted(each["time"] for one in self.said for each in one if "step" in each and "ended" not in each)
+        return [min(later) - kill for kill in kills if (later := [end for end in ends if end > kill])]
+
+    def lost(self) -> list[str]:
+        return [each["error"] for one in self.said for each in one if "error" in each]
+
+
+def run(job: Job, limit: float = 90.0) -> Result:
+    """Runs a job to its end. Processes that are left after ``limit`` seconds are killed, and have the status -9."""
+    with tempfile.TemporaryDirectory() as directory:
+        port, size = _free_port(), job.shards * job.replicas
+        deadline = time.monotonic() + limit
+        processes = [_start(job, directory, port, rank) for rank in range(size)]
+        for joins in job.joins:
+            _wait_for_step(f"{directory}/0.out", joins, deadline)
+            processes.append(_start(job, directory, port, len(processes)))
+        while time.monotonic() < deadline and any(_runs(each) for each in processes):
+            time.sleep(0.05)
+        for process in processes:
+            is_stopped = _state(process) == "T"
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+            if is_stopped:
+                process.returncode = -signal.SIGSTOP
+        outputs = [_lines(f"{directory}/{rank}.out") for rank in range(len(processes))]
+        errors = [_read(f"{directory}/{rank}.err") for rank in range(len(processes))]
+    return Result([process.returncode for process in processes], outputs, errors)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def _start(job: Job, directory: str, port: int, rank: int) -> subprocess.Popen[bytes]:
+    faults = job.faults.get(rank, ())
+    plan = {"steps": job.steps, "replicas": job.replicas, "directory": f"{directory}/members", "pause": job.pause}
+    env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(job.shards * job.replicas), "OMP_NUM_THREADS": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FULLSHARD_HANG_TIMEOUT": str(job.silence)}
+    env |= {"FULLSHARD_TRANSPORT": job.transport, "PYTHONHASHSEED": "0"}
+    command = [sys.executable, "-m", "tests.elastic.program", json.dumps({**plan, "faults": faults})]
+    with open(f"{directory}/{rank}.out", "wb") as out, open(f"{directory}/{rank}.err", "wb") as err:
+        return subprocess.Popen(command, env=env, stdout=out, stderr=err)
+
+
+def _wait_for_step(file: str, number: int, deadline: float) -> None:
+    while time.monotonic() < deadline:
+        if sum("step" in each and "ended" not in each for each in _lines(file)) >= number:
+            return
+        time.sleep(0.05)
+
+
+def _read(file: str) -> str:
+    with open(file, encoding="utf-8", errors="replace") as read:
+        return read.read()
+
+
+def _lines(file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in _read(file).splitlines() if line.startswith("{") and line.endswith("}")]
+
+
+def _state(process: subprocess.Popen[bytes]) -> str:
+    try:
+        return _read(f"/proc/{process.pid}/stat").rpartition(") ")[2][:1]
+    except OSError:
+        return ""
+
+
+def _runs(process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is None and _state(process) != "T"

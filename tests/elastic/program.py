@@ -1,0 +1,107 @@
+"""A program that trains on an elastic job, and what goes wrong in it: run by :mod:`tests.elastic.jobs`.
+
+Its one argument is JSON: ``steps``, ``replicas``, ``directory``, ``pause`` (seconds between steps), and ``faults``:
+triples of a step, a place and a signal. Prints a line of JSON for each micro-batch, each step, each fault and the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard import fully_shard
+from fullshard.elastic import Elastic, ElasticError
+
+torch.set_num_threads(1)
+
+
+class Block(nn.Module):
+    """Uneven shards, buffers that change, random numbers, and a layer that some micro-batches leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.BatchNorm1d(16), nn.Linear(16, 33), nn.Linear(33, 16)
+        self.extra, self.dropout = nn.Linear(16, 16), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor, with_extra: bool) -> torch.Tensor:
+        x = x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+        return x + self.extra(x) if with_extra else x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, with_extra: bool) -> torch.Tensor:
+        x = self.frozen(x)
+        for block in self.blocks:
+            x = block(x, with_extra)
+        return x
+
+
+def tell(**said: Any) -> None:
+    os.write(1, (json.dumps({**said, "time": time.time()}) + "\n").encode())
+
+
+def main() -> None:
+    plan = json.loads(sys.argv[1])
+    faults = [tuple(each) for each in plan["faults"]]
+
+    def at(step: int, place: str) -> None:
+        for fault in [each for each in faults if each[:2] == (step, place)]:
+            faults.remove(fault)
+            tell(fault=fault)
+            os.kill(os.getpid(), getattr(signal, fault[2]))
+
+    elastic = Elastic(replicas=plan["replicas"], directory=plan["directory"])
+    torch.manual_seed(0)
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+    try:
+        elastic.begin(model, optimizer, micro_batches=2, state={"scheduler": scheduler})
+        for step in elastic.steps(plan["steps"]):
+            time.sleep(plan["pause"])
+            with step:
+                at(step.number, "begin")
+                for micro_batch in step:
+                    tell(ran=[micro_batch.step, micro_batch.rank, micro_batch.index])
+                    generator = torch.Generator().manual_seed(hash(micro_batch[:3]) % 2**31)
+                    x = torch.randn(8, 16, generator=generator)
+                    at(step.number, f"forward {micro_batch.index}")
+                    output = model(x, micro_batch.step % 2 == 0)
+                    output.register_hook(lambda _, index=micro_batch.index: at(step.number, f"backward {index}"))
+                    output.square().mean().div(2).backward()
+                at(step.number, "clip")
+                step.clip_grad_norm_(0.1)
+                at(step.number, "step")
+                optimizer.step()
+                scheduler.step()
+                at(step.number, "end")
+            tell(step=step.number)
+    except ElasticError as error:
+        tell(error=str(error))
+        os._exit(3)
+    state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
+    tensors = [getattr(each, "_local_tensor", each) for each in (*model.parameters(), *model.buffers(), *state)]
+    data = b"".join(each.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in tensors)
+    digest = hashlib.sha256(data + str(scheduler.state_dict()["_last_lr"]).encode()).hexdigest()[:16]
+    tell(ended=elastic.rank, shard=elastic.shard, step=elastic.step, digest=digest)
+    elastic.close()
+
+
+if __name__ == "__main__":
+    main()
