@@ -1,0 +1,72 @@
+"""Connections between processes (:mod:`fullshard.elastic.connections`)."""
+
+from __future__ import annotations
+
+import queue
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from typing import Any
+
+import pytest
+
+from fullshard.elastic.connections import Connections, ask, host_address
+
+KEY = b"key"
+
+
+class End(Connections):
+    def __init__(self, me: int, silence: float = 60.0) -> None:
+        self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        told = (
+            lambda process, message: self.heard.put((process, message)),
+            lambda process: self.heard.put((process, "ended")),
+            lambda process, is_silent: self.heard.put((process, is_silent)),
+        )
+        super().__init__(me, KEY, "127.0.0.1", *told, silence, lambda: "welcome")
+
+
+def pair() -> tuple[End, End]:
+    first, second = End(0), End(1)
+    assert second.connect({0: first.address, 1: second.address}, 10) == set()
+    assert first.connect({0: first.address, 1: second.address}, 10) == set()
+    return first, second
+
+
+def test_messages_come_in_order_and_the_end_after_the_last() -> None:
+    first, second = pair()
+    for number in range(100):
+        first.send(1, number)
+    first.close()
+    assert [second.heard.get(timeout=10) for _ in range(101)] == [*((0, n) for n in range(100)), (0, "ended")]
+    second.close()
+
+
+def test_a_new_process_is_told_what_it_needs_and_a_stranger_nothing() -> None:
+    first = End(0)
+    assert ask(first.address, KEY, 10) == "welcome"
+    with pytest.raises(AuthenticationError):
+        Client(first.address, authkey=b"another")
+    assert ask(first.address, KEY, 10) == "welcome"
+    first.close()
+
+
+def test_processes_that_do_not_connect_are_named() -> None:
+    second = End(1)
+    assert second.connect({0: ("127.0.0.1", 1), 1: second.address, 2: ("127.0.0.1", 1)}, 0.2) == {0, 2}
+    second.close()
+
+
+def test_silence_is_told_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fullshard.elastic.connections._BEAT", 0.05)
+    first, second = End(0, 0.4), End(1)
+    second.connect({0: first.address}, 10)
+    outgoing = second._outgoing.pop(0)  # it says nothing any more
+    assert first.heard.get(timeout=10) == (1, True)
+    second._outgoing[0] = outgoing
+    assert first.heard.get(timeout=10) == (1, False)
+    first.close()
+    second.close()
+
+
+def test_the_host_has_an_address() -> None:
+    assert host_address().count(".") == 3

@@ -1,0 +1,137 @@
+"""Jobs whose processes end, leave and join (:mod:`fullshard.elastic.session`)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard import fully_shard
+from fullshard.elastic import Elastic
+from tests.elastic.__main__ import complaints, random_job, undisturbed
+from tests.elastic.jobs import Job, run
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Elastic]:
+    """A job of one process."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        monkeypatch.setenv(name, value)
+    elastic = Elastic(replicas=1)
+    yield elastic
+    elastic.close()
+
+
+def test_any_process_may_end_and_the_rest_form_a_row() -> None:
+    """One process of each row ends, in a backward and before the optimizer, and the other two go on together."""
+    job = Job(faults={0: [(1, "backward 0", "SIGKILL")], 3: [(3, "step", "SIGKILL")]})
+    result = run(job)
+    assert complaints(job, result) == []
+    assert result.statuses == [-9, 0, 0, -9]
+    assert max(result.recoveries()) < 10
+
+
+def test_replicas_of_one_process_each_outlive_all_but_one() -> None:
+    job = Job(1, 3, faults={0: [(1, "forward 1", "SIGKILL")], 2: [(2, "clip", "SIGKILL")]}, transport="collective")
+    result = run(job)
+    assert complaints(job, result) == []
+    assert result.statuses == [-9, 0, -9]
+
+
+def test_a_lost_shard_is_an_error_that_names_it() -> None:
+    job = Job(faults={0: [(1, "begin", "SIGKILL")], 2: [(2, "forward 0", "SIGKILL")]})
+    result = run(job)
+    assert result.statuses[0] == result.statuses[2] == -9
+    assert {result.statuses[1], result.statuses[3]} == {3}
+    assert any("no process is left that has shard 0 of 2" in error for error in result.lost())
+
+
+def test_a_process_joins_and_one_leaves() -> None:
+    job = Job(1, 2, 14, {0: [(9, "begin", "SIGTERM")]}, joins=[1], pause=1.0)
+    result = run(job)
+    assert complaints(job, result) == []
+    assert [each["step"] for each in result.ends()] == [10, 14, 14]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["", "p2p", "collective"])
+def test_a_stopped_process_is_left_out(transport: str) -> None:
+    job = Job(faults={2: [(2, "forward 1", "SIGSTOP")]}, transport=transport, silence=4.0)
+    result = run(job)
+    assert complaints(job, result) == []
+    assert result.statuses == [0, 0, -19, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_random_jobs(seed: int) -> None:
+    job = random_job(seed)
+    assert complaints(job, run(job)) == []
+
+
+def test_one_process_trains_as_without_a_job(alone: Elastic) -> None:
+    torch.manual_seed(3)
+    model = nn.Linear(4, 4)
+    plain = nn.Linear(4, 4)
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model)
+    optimizer, other = (torch.optim.SGD(each.parameters(), 0.1) for each in (model, plain))
+    alone.begin(model, optimizer, micro_batches=2)
+    data = torch.randn(2, 8, 4)
+    for step in alone.steps(3):
+        with step:
+            for micro_batch in step:
+                model(data[micro_batch.index]).square().mean().backward()
+            optimizer.step()
+        other.zero_grad()
+        for each in data:
+            plain(each).square().mean().backward()
+        other.step()
+    assert torch.equal(model.weight.full_tensor(), plain.weight)  # type: ignore[operator]
+    assert alone.step == 3
+
+
+def test_what_cannot_be_right_is_refused(alone: Elastic) -> None:
+    with pytest.raises(RuntimeError, match=r"elastic.begin\(model, optimizer\) must be called before"):
+        next(alone.steps(1))
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises((TypeError, ValueError), match="micro_batches is 0"):
+        alone.begin(model, optimizer, micro_batches=0)
+    alone.begin(model, optimizer)
+    with pytest.raises(RuntimeError, match="write `with step:`"):
+        [*alone.steps(1)]
+    with pytest.raises(RuntimeError, match="ended before its micro-batches did"), next(alone.steps(1)):
+        pass
+    with pytest.raises(RuntimeError, match="the optimizer made no step in step 0"), next(alone.steps(1)) as step:
+        for _ in step:
+            model(torch.randn(2, 4)).sum().backward()
+
+
+def test_an_error_of_the_user_is_not_swallowed(alone: Elastic) -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    alone.begin(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(ZeroDivisionError), next(alone.steps(1)):
+        1 / 0  # noqa: B018
+
+
+def test_a_process_group_must_not_exist(alone: Elastic) -> None:
+    assert dist.is_initialized()
+    with pytest.raises(RuntimeError, match="a process group exists already"):
+        Elastic(replicas=1)
+    with pytest.raises(ValueError, match="replicas is 0"):
+        Elastic(replicas=0)
+
+
+def test_the_library_does_not_load_it() -> None:
+    code = "import sys, fullshard; assert not [name for name in sys.modules if name.startswith('fullshard.elastic')]"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_undisturbed_jobs_are_reproducible() -> None:
+    assert all(len(each) == 1 for each in undisturbed(2, 2, 6).digests(6).values())
