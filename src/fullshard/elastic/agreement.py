@@ -192,7 +192,8 @@ class Agreement:
 
     def receive(self, sender: int, message: Message) -> None:
         """Reads a message."""
-        if self._told and message.number >= max(self._told.values()).number and not isinstance(message, Decided):
+        told = max(self._told.values(), default=self.membership)
+        if self._told and self.me in told.joined and message.number >= told.number and not isinstance(message, Decided):
             self._early.append((sender, message))
             return
         if message.number < self.membership.number and not isinstance(message, Decided):
@@ -243,6 +244,7 @@ class Agreement:
         proposal = self._proposal
         if proposal is not None and proposal.ballot == message.ballot and proposal.value is None:
             proposal.promises[sender] = message
+            self.suspected.discard(sender)  # it answers: a further change would leave nobody out
             self._go_on()
 
     def _go_on(self) -> None:
@@ -343,10 +345,9 @@ class Agreement:
     def _activate(self) -> None:
         """Makes this process a member once every older member that is left has told it of the same membership: one of
         them alone may be the last that knows of it, and may have ended."""
-        told = [value for value in self._told.values() if self.me in value.joined]
-        if self.state is not State.OUT or not told:
+        value = max(self._told.values(), default=self.membership)
+        if self.state is not State.OUT or self.me not in value.joined:
             return
-        value = max(told)
         old = {*value.shard_of}.difference(value.joined, self.lost)
         if old and all(self._told.get(process) == value for process in old):
             self._told.clear()
