@@ -63,7 +63,7 @@ LAYERS = (
         "wrapper",
     ),
     ("compat", "interop"),
-    ("checkpoint", "report", "testing"),
+    ("checkpoint", "report", "testing", "elastic"),
     ("rehearsal",),
     ("cli", "__main__"),
 )
@@ -202,7 +202,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_optional_parts_know_none_of_each_other() -> None:
-    parts = ("wrapper", "checkpoint", "report", "testing", "compat", "optim.local_steps")
+    parts = ("wrapper", "checkpoint", "report", "testing", "compat", "optim.local_steps", "elastic")
     wrong = []
     for file in FILES:
         own = [part for part in parts if name_of(file).startswith(part)]

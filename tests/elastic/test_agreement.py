@@ -1,0 +1,169 @@
+"""The agreement of an elastic job: no order of messages, ends and losses breaks an invariant of the explorer.
+
+The mutations show that the explorer finds what is wrong: each takes one rule of the protocol away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+
+from fullshard.elastic import agreement
+from fullshard.elastic.agreement import Agreement, Complete, Decided, Membership, Prepare, Promise, State
+from tests.elastic.explorer import Explorer, Limits, ViolationError
+
+#: The shard of each process, the number of shards, and that of replicas.
+COPIES = {0: 0, 1: 0, 2: 0}, 1, 3
+THREE = {0: 0, 1: 1, 2: 0}, 2, 2
+FOUR = {0: 0, 1: 1, 2: 0, 3: 1}, 2, 2
+PAIR = {0: 0, 1: 0}, 1, 2
+
+Case = tuple[tuple[dict[int, int], int, int], Limits]
+
+#: Small enough that every world is visited.
+WHOLE: list[Case] = [
+    (THREE, Limits(steps=2, deaths=1)),
+    (THREE, Limits(steps=1, deaths=1, ballots=1)),
+    (THREE, Limits(steps=0, deaths=0, suspicions=1)),
+    (THREE, Limits(steps=1, deaths=0, asks=2)),
+    (THREE, Limits(steps=1, deaths=1, asks=1)),
+    (COPIES, Limits(steps=1, deaths=2)),
+    (PAIR, Limits(steps=1, deaths=1, suspicions=1, ballots=1)),
+]
+#: More may happen than can be visited: the nearest worlds, and random walks to the end.
+PARTLY: list[Case] = [
+    (COPIES, Limits(steps=2, deaths=2, suspicions=1, ballots=2, asks=2)),
+    (THREE, Limits(steps=2, deaths=1, suspicions=2, ballots=2, asks=1)),
+    (FOUR, Limits(steps=2, deaths=2, suspicions=1, ballots=2)),
+    (FOUR, Limits(steps=2, deaths=2, suspicions=1, ballots=2, asks=2)),
+]
+
+
+@pytest.mark.parametrize(("job", "limits"), WHOLE)
+def test_every_order_of_events_keeps_the_invariants(job: Any, limits: Limits) -> None:
+    assert Explorer(*job, limits).explore() > 500
+
+
+@pytest.mark.parametrize(("job", "limits"), PARTLY)
+def test_random_orders_of_events_keep_the_invariants(job: Any, limits: Limits) -> None:
+    assert Explorer(*job, limits).walk(400) > 2_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("job", "limits"), PARTLY)
+def test_many_orders_of_events_keep_the_invariants(job: Any, limits: Limits) -> None:
+    explorer = Explorer(*job, limits)
+    assert explorer.explore(800_000) >= 800_000
+    assert explorer.walk(5_000, seed=1) > 20_000
+
+
+def agreed_by(self: Agreement, voters: Mapping[int, Iterable[int]]) -> list[int]:
+    return [process for process in self.members if process in voters]
+
+
+def half_is_a_quorum(self: Agreement, voters: Mapping[int, Iterable[int]]) -> bool:
+    return 2 * len(agreed_by(self, voters)) >= len(self.members)
+
+
+def only_majorities_decide(self: Agreement, voters: Mapping[int, Iterable[int]]) -> bool:
+    return 2 * len(agreed_by(self, voters)) > len(self.members)
+
+
+def step_counts_though_one_is_not_complete(self: Agreement, process: int, step: int) -> None:
+    said = self._said.setdefault(step, set())
+    said.add(process)
+    if self.state is State.COMPLETE and len(said) >= len(self.members) - 1:
+        self.step, self.state, self._is_complete = self.step + 1, State.RUNNING, False
+
+
+def promise_forgets_what_was_accepted(self: Agreement, sender: int, message: Prepare, accepted: Any) -> None:
+    mine = Promise(message.number, message.ballot, None, self.step, self._is_complete, frozenset(self.lost))
+    self._answer(sender, mine)
+
+
+def promise_forgets_gradients(self: Agreement, sender: int, message: Prepare, accepted: Any) -> None:
+    self._answer(sender, Promise(message.number, message.ballot, accepted, self.step, False, frozenset(self.lost)))
+
+
+def frozen_says_complete(self: Agreement) -> None:
+    self._is_complete = True
+    if self.state is not State.OUT:
+        self._send(self.members, Complete(self.membership.number, self.step))
+    if self.state is State.RUNNING:
+        self.state = State.COMPLETE
+        self._note_complete(self.me, self.step)
+
+
+INSTALL = Agreement._install
+
+
+def decision_is_not_forwarded(self: Agreement, sender: int, message: Decided) -> None:
+    known = len(self.outbox)
+    INSTALL(self, sender, message)
+    if sender != self.me:
+        self.outbox[known:] = [each for each in self.outbox[known:] if each[1] != message]
+
+
+MUTATIONS: dict[Callable[..., Any], tuple[str, Case]] = {
+    half_is_a_quorum: ("_is_quorum", (PAIR, Limits(1, 0, 1))),
+    only_majorities_decide: ("_is_quorum", (PAIR, Limits(1, 1))),
+    step_counts_though_one_is_not_complete: ("_note_complete", (THREE, Limits(1, 1))),
+    promise_forgets_what_was_accepted: ("_promise", (COPIES, Limits(1, 2))),
+    promise_forgets_gradients: ("_promise", (THREE, Limits(2, 1))),
+    frozen_says_complete: ("complete", (THREE, Limits(1, 0, 1))),
+    decision_is_not_forwarded: ("_install", (COPIES, Limits(1, 0, 0, 0, 2))),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.__name__)
+def test_the_explorer_finds_a_rule_that_is_missing(mutation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, (job, limits) = MUTATIONS[mutation]
+    for key, answer in agreement.TABLE.items():
+        if answer is getattr(Agreement, name):
+            monkeypatch.setitem(agreement.TABLE, key, mutation)
+    monkeypatch.setattr(Agreement, name, mutation)
+    explorer = Explorer(*job, limits, new=0)
+    with pytest.raises(ViolationError):
+        explorer.explore(200_000)
+
+
+def test_a_process_that_answers_is_suspected_no_more() -> None:
+    first = Membership(0, 0, ((0, 0), (1, 0)), ((0,), (1,)))
+    here, there = Agreement(0, 1, 2, first), Agreement(1, 1, 2, first)
+    here.suspect(1)
+    for _ in range(4):
+        for process, other in ((here, there), (there, here)):
+            sent, process.outbox = process.outbox, []
+            for _receiver, message in sent:
+                other.receive(process.me, message)
+    assert not here.suspected
+    assert not here.outbox + there.outbox
+    assert here.membership == there.membership == Membership(1, 0, first.shards, first.rows)
+
+
+def test_a_new_process_whose_membership_was_superseded_may_ask_again() -> None:
+    new = Agreement(2, 1, 3)
+    joined = Membership(1, 0, ((0, 0), (1, 0), (2, 0)), ((0,), (1,), (2,)), (2,))
+    new.receive(0, Decided(0, joined))
+    new.receive(0, Decided(1, Membership(2, 0, ((0, 0), (1, 0)), ((0,), (1,)))))
+    new.receive(1, Decided(0, joined))
+    assert new.membership.number == -1
+    new.receive(0, Prepare(2, (1, 0)))
+    assert new.outbox == [(0, Promise(2, (1, 0), None, 0, False, frozenset()))]
+
+
+def test_less_than_a_majority_decides_only_when_each_has_read_the_last_message_of_all_others() -> None:
+    first = Membership(0, 0, tuple((each, 0) for each in range(5)), tuple((each,) for each in range(5)))
+    here, there = Agreement(0, 1, 5, first), Agreement(1, 1, 5, first)
+    for lost in (2, 3, 4):
+        here.lose(lost)
+    (_, prepare), *_ = here.outbox
+    there.receive(0, prepare)
+    here.outbox.clear()
+    for lost in (2, 3, 4):
+        assert not here.outbox
+        there.lose(lost)
+        here.receive(1, there.outbox.pop()[1])
+    assert [receiver for receiver, _ in here.outbox] == [1]
