@@ -122,6 +122,7 @@ def train(options: argparse.Namespace) -> None:
 
     from fullshard import fully_shard
     from fullshard.elastic import Elastic
+    from fullshard.group.parameter import local_tensor
 
     elastic, mesh = None, None
     if options.train == "elastic":
@@ -156,7 +157,7 @@ def train(options: argparse.Namespace) -> None:
         return
     elastic.begin(model, optimizer)
     if elastic.step:
-        nbytes = 3 * sum(param.to_local().nbytes for param in model.parameters())
+        nbytes = 3 * sum(local_tensor(param).nbytes for param in model.parameters())
         print(json.dumps({"fetched": time.time(), "bytes": nbytes}), flush=True)
     for step in elastic.steps(options.steps):
         with step:

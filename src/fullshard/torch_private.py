@@ -430,6 +430,17 @@ def init_fake_group(size: int, rank: int) -> None:
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
 
 
+#: A store of key and values that one process serves.
+make_store: Callable[..., Any] = dist.TCPStore  # type: ignore[attr-defined]
+
+
+def launched() -> tuple[Any, int, int]:
+    """The store of the processes that a launcher started together, the rank of this one, and their number. Raises
+    ValueError if no launcher did."""
+    found: tuple[Any, int, int] = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
+    return found
+
+
 @contextmanager
 def simulated_world(size: int, rank: int) -> Iterator[None]:
     """A context in which this process is one rank of a simulated world of ``size`` ranks. Collectives move nothing. At

@@ -88,7 +88,8 @@ def main() -> int:
     ordered = sorted(recoveries)
     if ordered:
         worst = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-        print(f"from a kill to the next step: median {statistics.median(ordered):.2f} s, p99 {worst:.2f} s, of {len(ordered)}")
+        half = statistics.median(ordered)
+        print(f"from a kill to the next step: median {half:.2f} s, p99 {worst:.2f} s, of {len(ordered)}")
     print(f"{options.programs} programs, {len(failed)} failed {failed}; {lost} could not be survived")
     return bool(failed)
 

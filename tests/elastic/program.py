@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +64,9 @@ def main() -> None:
             tell(fault=fault)
             os.kill(os.getpid(), getattr(signal, fault[2]))
 
+    def backward(step: int, number: int, _: torch.Tensor) -> None:
+        at(step, f"backward {number}")
+
     elastic = Elastic(replicas=plan["replicas"], directory=plan["directory"])
     torch.manual_seed(0)
     model = Model()
@@ -78,12 +82,12 @@ def main() -> None:
             with step:
                 at(step.number, "begin")
                 for micro_batch in step:
-                    tell(ran=[micro_batch.step, micro_batch.rank, micro_batch.index])
+                    tell(ran=[micro_batch.step, micro_batch.rank, micro_batch.number])
                     generator = torch.Generator().manual_seed(hash(micro_batch[:3]) % 2**31)
                     x = torch.randn(8, 16, generator=generator)
-                    at(step.number, f"forward {micro_batch.index}")
+                    at(step.number, f"forward {micro_batch.number}")
                     output = model(x, micro_batch.step % 2 == 0)
-                    output.register_hook(lambda _, index=micro_batch.index: at(step.number, f"backward {index}"))
+                    output.register_hook(partial(backward, step.number, micro_batch.number))
                     output.square().mean().div(2).backward()
                 at(step.number, "clip")
                 step.clip_grad_norm_(0.1)

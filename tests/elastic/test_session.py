@@ -86,7 +86,7 @@ def test_one_process_trains_as_without_a_job(alone: Elastic) -> None:
     for step in alone.steps(3):
         with step:
             for micro_batch in step:
-                model(data[micro_batch.index]).square().mean().backward()
+                model(data[micro_batch.number]).square().mean().backward()
             optimizer.step()
         other.zero_grad()
         for each in data:
@@ -108,9 +108,16 @@ def test_what_cannot_be_right_is_refused(alone: Elastic) -> None:
         [*alone.steps(1)]
     with pytest.raises(RuntimeError, match="ended before its micro-batches did"), next(alone.steps(1)):
         pass
-    with pytest.raises(RuntimeError, match="the optimizer made no step in step 0"), next(alone.steps(1)) as step:
-        for _ in step:
-            model(torch.randn(2, 4)).sum().backward()
+
+
+def test_a_step_without_the_optimizer_is_an_error(alone: Elastic) -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    alone.begin(model, torch.optim.SGD(model.parameters(), 0.1))
+    step = next(alone.steps(1)).__enter__()
+    for _ in step:
+        model(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="the optimizer made no step in step 0"):
+        step.__exit__(None, None, None)
 
 
 def test_an_error_of_the_user_is_not_swallowed(alone: Elastic) -> None:

@@ -1,5 +1,6 @@
 """Training that survives the loss of processes, with the parameters of an undisturbed run, to the bit."""
 
-from fullshard.elastic.session import Elastic, ElasticError, MicroBatch, Step
+from fullshard.elastic.job import ElasticError
+from fullshard.elastic.session import Elastic, ElasticStep, MicroBatch
 
-__all__ = ["Elastic", "ElasticError", "MicroBatch", "Step"]
+__all__ = ["Elastic", "ElasticError", "ElasticStep", "MicroBatch"]

@@ -17,7 +17,6 @@ from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-
 Address = tuple[str, int]
 
 _END = object()
@@ -48,7 +47,7 @@ class Connections:
         self.me, self.key, self._on_message, self._on_end, self._welcome = me, key, on_message, on_end, welcome
         self.addresses: dict[int, Address] = {}
         self._listener = Listener((host, 0), backlog=64, authkey=key)
-        self.address: Address = self._listener.address  # type: ignore[assignment]
+        self.address: Address = self._listener.address
         self._on_silence, self._silence = on_silence, silence
         self._heard: dict[int, float] = {}  # when something came last
         self._of: dict[int, Connection] = {}
@@ -97,7 +96,8 @@ class Connections:
                 if (said := connection.recv()) is None:
                     connection.send(self._welcome())
                 else:
-                    self._serve(*said, connection)
+                    process, address = said
+                    self._serve(process, address, connection)
 
     def _serve(self, process: int, address: Address, connection: Connection) -> None:
         with socket.socket(fileno=connection.fileno()) as found:
@@ -170,5 +170,3 @@ def host_address() -> str:
     with suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return "127.0.0.1"
-
-

@@ -78,7 +78,9 @@ class KeptGradients:
             if grad is not None:
                 view.copy_(local_tensor(grad))
                 self._grads[index], self._params[index].grad = grad, None
-        for buffer, view in zip(self._buffers if replica == 0 else (), self._views(segment)[len(grads) :], strict=False):
+        for buffer, view in zip(
+            self._buffers if replica == 0 else (), self._views(segment)[len(grads) :], strict=False
+        ):
             view.copy_(buffer)
         return self._note(step, replica, segment, present)
 

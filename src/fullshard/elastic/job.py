@@ -1,0 +1,400 @@
+"""The part of one process in an elastic job: its connections, the membership, and how a new process comes to both.
+
+Owns what other processes say, and what this one says to them, in threads beside training. It computes nothing:
+:class:`fullshard.elastic.session.Elastic` trains.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fullshard.comm.waits import WAITS
+from fullshard.elastic.agreement import KINDS, Agreement, Membership, Phase
+from fullshard.elastic.connections import Connections, ask, host_address
+from fullshard.elastic.gradients import Kept, KeptGradients
+from fullshard.elastic.messages import (
+    Candidate,
+    Fetch,
+    Followed,
+    Has,
+    Leaving,
+    Order,
+    RowStore,
+    ShardState,
+    Square,
+    Welcome,
+)
+from fullshard.elastic.rows import Row, arrange, shard_for
+from fullshard.elastic.state import load_state, pack_state
+from fullshard.policies import expect
+from fullshard.torch_private import launched
+from fullshard.watch.connections import connected_sockets
+
+_log = logging.getLogger("fullshard")
+
+PATIENCE = 30.0  # seconds in which a change must be decided
+_SILENCE = 30.0  # seconds after which a process that says nothing is taken for lost, unless the user says
+_ANSWER = 5.0  # seconds in which a member must answer a new process
+_AGAIN = 1.0  # seconds after which a change is proposed again
+_MEETING = "fullshard/elastic"
+
+
+class ElasticError(RuntimeError):
+    """The job cannot go on with the processes that are left. The message says what they lack."""
+
+
+class RepeatStep(Exception):
+    """The step begins again, perhaps from another state."""
+
+
+class Job:
+    """The base of :class:`~fullshard.elastic.session.Elastic`: everything but what is trained."""
+
+    _model: nn.Module
+    _optimizer: Optimizer
+    _state: Mapping[str, Any]
+
+    def __init__(self, replicas: int, seed: int, directory: str | Path | None) -> None:
+        self.replicas, self.seed, self.step, self.has_left = replicas, seed, 0, False
+        self._changed = threading.Condition(threading.RLock())
+        self._row: Row = ()  # whose process group this process is in
+        self._stores: dict[tuple[Row, int], tuple[str, int]] = {}
+        self._orders: list[Order] = []
+        self._has: dict[tuple[int, int], Has] = {}  # by the membership and the process
+        self._squares: dict[tuple[int, int], float] = {}  # by the step and the shard
+        self._ordered: set[tuple[int, int]] = set()  # steps and replicas that this row was told to run
+        self._noticed: dict[int, float] = {}
+        self._leaving: set[int] = set()
+        self._early: list[Kept] = []
+        self._kept: KeptGradients | None = None
+        self._source = -1  # of the state of this process, until it is a member
+        self._sources: tuple[int, ...] = ()
+        self._states: list[ShardState] = []
+        self._followed: dict[int, Followed] = {}
+        self._followers: set[int] = set()  # new processes that follow this one
+        self._fetching: set[int] = set()
+        self._last_number = 0  # of the processes that have ever been
+        self._newcomer = 0.0  # when a process was welcomed that is no member yet
+        self._directory = Path(directory) if directory is not None else None
+        if (welcome := self._find_job()) is not None:
+            self._join(*welcome)
+        else:
+            self._found()
+
+    def _found(self) -> None:
+        """Begins a job, with all processes of the launcher."""
+        store, rank, size = launched()
+        replicas = self.replicas
+        expect(size % replicas == 0, "replicas", replicas, f"a divisor of the number of processes, {size}", ValueError)
+        self.rank, self.size, self.shards = rank, size, size // replicas
+        self.shard, self._last_number = rank % self.shards, size - 1
+        key = store_once(store, f"{_MEETING}/key", os.urandom(16).hex())
+        self._connections = self._open(bytes.fromhex(key))
+        store.set(f"{_MEETING}/{rank}", json.dumps(self._connections.address))
+        found = {other: json.loads(store.get(f"{_MEETING}/{other}")) for other in range(size)}
+        shard_of = {process: process % self.shards for process in range(size)}
+        first = Membership(0, 0, tuple(shard_of.items()), arrange((), shard_of, self.shards, replicas))
+        self._agreement = Agreement(rank, self.shards, replicas, first)
+        missing = self._connections.connect({each: tuple(address) for each, address in found.items()}, 2 * PATIENCE)
+        if missing:
+            raise ElasticError(f"processes {sorted(missing)} did not connect with process {rank}")
+        self._publish()
+
+    def _open(self, key: bytes) -> Connections:
+        silence = float(os.environ.get("FULLSHARD_HANG_TIMEOUT", _SILENCE))
+        heard = self._receive, self._lose, self._suspect
+        return Connections(self.rank, key, host_address(), *heard, silence, self._welcome)
+
+    def _publish(self) -> None:
+        """Writes down where this member is, for processes that are to join."""
+        if self._directory is not None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            path = self._directory / f"{self.rank}.json"
+            said = json.dumps({"address": self._connections.address, "key": self._connections.key.hex()})
+            with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600), encoding="utf-8") as file:
+                file.write(said)
+
+    def _find_job(self) -> tuple[Welcome, bytes] | None:
+        """What the oldest member of a running job says, if there is one."""
+        if self._directory is None:
+            return None
+        files = sorted(self._directory.glob("*.json"), key=lambda file: int(file.stem))
+        for file in files:
+            with suppress(OSError, EOFError, ValueError):
+                said = json.loads(file.read_text(encoding="utf-8"))
+                key = bytes.fromhex(said["key"])
+                while (welcome := ask(tuple(said["address"]), key, _ANSWER)) is None:  # another one is joining
+                    time.sleep(0.2)
+                return welcome, key
+        for file in files:
+            file.unlink(missing_ok=True)
+        return None
+
+    def _welcome(self) -> Welcome | None:
+        """What a new process is told; ``None`` while another one is new."""
+        with self._changed:
+            now, agreement = time.monotonic(), self._agreement
+            if now < self._newcomer + PATIENCE or agreement.is_frozen:
+                return None
+            self._newcomer, self._last_number = now, self._last_number + 1
+            shard = shard_for(agreement.members, self.shards)
+            members = [process for process in agreement.members if process not in agreement.lost]
+            twins = [process for process in members if agreement.members[process] == shard]
+            in_rows = {process for row in agreement.membership.rows for process in row}
+            twins.sort(key=lambda process: process in in_rows)
+            known = {**self._connections.addresses, self.rank: self._connections.address}
+            addresses = {process: known[process] for process in members}
+            mine = self._last_number, shard, self.size, self.replicas, self.seed
+            return Welcome(*mine, addresses, tuple(twins))
+
+    def _join(self, welcome: Welcome, key: bytes) -> None:
+        """Becomes a process of a running job, which is no member yet."""
+        if welcome.replicas != self.replicas:
+            raise ValueError(f"replicas is {self.replicas}, but the running job has {welcome.replicas}")
+        self.seed, self._last_number, self._number = welcome.seed, welcome.number, -1
+        self.rank, self.shard, self.size = welcome.number, welcome.shard, welcome.size
+        self.shards, self._sources = welcome.size // welcome.replicas, welcome.stands_by
+        self._agreement = Agreement(self.rank, self.shards, self.replicas)
+        self._connections = self._open(key)
+        for process in self._connections.connect(welcome.addresses, _ANSWER):
+            self._agreement.suspect(process)  # it has ended meanwhile, or is stopped
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether this process has not been a member yet."""
+        return self._agreement.membership.number < 0
+
+    # -- new processes -------------------------------------------------------------------------------------------------
+
+    def _fetch(self) -> None:
+        """Gets the state of this process's shard from a member that has it."""
+        with self._changed:
+            left = [each for each in self._sources if each not in self._agreement.lost]
+            if not left:
+                raise ElasticError(f"no member is left that has shard {self.shard}, which this process was to get")
+            self._source = left[0]
+            self._states.clear()
+            self._followed.clear()
+            self._connections.send(self._source, Fetch())
+            lost = self._agreement.lost
+            self.wait_for(lambda: self._states or self._source in lost, "the state of its shard")
+            states = [*self._states]
+        if not states:
+            self._fetch()
+            return
+        assert self._kept is not None
+        load_state(states[0].data, self._model, self._optimizer, self._state)
+        self._kept.note_buffers()
+        self.step = states[0].step
+        with self._changed:
+            self._agreement.follow(self.step)
+            self._ask_to_be_member()
+
+    def _has_lost_source(self) -> bool:
+        """Whether the process that this one follows has ended. Raises ElasticError if only that one could help."""
+        if self._source not in self._agreement.lost or self.step in self._followed:
+            return False
+        if not self.is_joining and self.step < self._first:
+            raise ElasticError(
+                f"process {self._source} has ended before process {self.rank} had its state: start again"
+            )
+        return self.is_joining
+
+    def _drop_followers(self) -> None:
+        """Forgets followers that are members, and have been sent all that came before."""
+        if self.step >= self._agreement.membership.step:
+            self._followers.difference_update(self._agreement.members)
+
+    def _counts(self, step: int) -> bool:
+        """Whether a step counts, and its gradients are here."""
+        return step in self._followed or (self._agreement.step > step >= self._first)
+
+    def _ask_to_be_member(self) -> None:
+        if self.is_joining and self.step not in self._followed:
+            for process in self._connections.addresses:
+                self._connections.send(process, Candidate(self.shard))
+
+    def _serve_newcomers(self) -> None:
+        """Sends the state of this process's shard to new processes that have asked for it. Called between steps."""
+        with self._changed:
+            fetching, self._fetching = self._fetching, set()
+            self._followers |= fetching
+        if fetching:
+            state = ShardState(self.step, pack_state(self._model, self._optimizer, self._state))
+            for process in fetching:
+                self._connections.send(process, state)
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def _receive(self, sender: int, message: Any) -> None:
+        """Reads a message of another process, in a thread beside training."""
+        with self._changed:
+            if isinstance(message, KINDS):
+                self._agreement.receive(sender, message)
+                self._after_agreement()
+            elif isinstance(message, Kept):
+                self._add(message)
+            elif isinstance(message, Order):
+                self._orders.append(message)
+            elif isinstance(message, Has):
+                self._has[message.number, sender] = message
+            elif isinstance(message, RowStore):
+                self._stores[message.row, message.number] = message.address
+            elif isinstance(message, Square):
+                self._squares[message.step, message.shard] = message.total
+            elif isinstance(message, Leaving):
+                self._leaving.add(sender)
+            elif isinstance(message, Fetch):
+                self._last_number = max(self._last_number, sender)
+                self._fetching.add(sender)
+            elif isinstance(message, ShardState):
+                self._states.append(message)
+            elif isinstance(message, Followed):
+                self._followed[message.step] = message
+                self._squares.update({(message.step, shard): total for shard, total in message.squares.items()})
+            elif isinstance(message, Candidate):
+                self._last_number = max(self._last_number, sender)
+                if sender not in self._agreement.members:
+                    self._agreement.candidates[sender] = message.shard
+                    self._agreement.consider()
+                    self._after_agreement()
+            self._changed.notify_all()
+
+    def _lose(self, process: int) -> None:
+        with self._changed:
+            if process not in self._leaving:
+                _log.warning(f"process {process} of the job has ended")
+            self._noticed[process] = time.monotonic()
+            if process not in self._agreement.members:
+                self._newcomer = 0.0
+            self._followers.discard(process)
+            self._fetching.discard(process)
+            self._agreement.lose(process)
+            self._after_agreement()
+            self._changed.notify_all()
+
+    def _suspect(self, process: int, is_silent: bool) -> None:
+        with self._changed:
+            if is_silent:
+                _log.warning(f"process {process} of the job is silent: it is stopped, or the network is cut")
+            self._noticed[process] = time.monotonic()
+            self._agreement.suspect(process, is_silent)
+            self._after_agreement()
+            self._changed.notify_all()
+
+    def _add(self, kept: Kept) -> None:
+        if self._kept is None:
+            self._early.append(kept)
+        elif kept.step >= self.step:
+            self._kept.add(kept)
+            self._look_whether_complete()
+
+    def _look_whether_complete(self) -> None:
+        assert self._kept is not None
+        # Not before this process has made the step before: others may write to its gradients once this one is complete.
+        if self.step == self._agreement.step and self._kept.has_all(self.step):
+            self._agreement.complete()
+            self._after_agreement()
+
+    _row_connections: Collection[tuple[str, str]] = ()  # of the backend between the processes of the row
+    _first = 0  # the step from which on this process is a member
+    _number = 0  # of the membership that this process has acted on
+    _mean: tuple[bytes, tuple[bool, ...]] | None = None  # of the step that ends, for those that follow
+
+    def _after_agreement(self) -> None:
+        """Sends what the agreement wants to send. If there is a new membership, tells what this process has."""
+        outbox, self._agreement.outbox = self._agreement.outbox, []
+        for receiver, message in outbox:
+            self._connections.send(receiver, message)
+        membership = self._agreement.membership
+        if self._number == membership.number:
+            return
+        self._number = membership.number
+        if membership.joined:
+            self._newcomer = 0.0
+            self._drop_followers()
+        if self.rank in membership.joined:
+            self._first = membership.step
+            self._publish()
+        if self._row and self._find_row() != self._row:
+            self._cut_row()
+        took = max((time.monotonic() - when for when in self._noticed.values()), default=0.0)
+        self._noticed.clear()
+        is_first = next(iter(membership.shard_of), -1) == self.rank
+        _log.log(
+            logging.WARNING if is_first else logging.INFO,
+            f"membership {membership.number}, from step {membership.step} on: processes {[*membership.shard_of]} in rows "
+            f"{[*membership.rows]}, agreed {took:.2f} s after the change was noticed",
+        )
+        if self._kept is not None and self.rank in membership.shard_of:
+            step = self._agreement.step
+            for kept in self._kept.tell_again(step):
+                self._tell(kept)
+            if step == membership.step:
+                has = Has(membership.number, step, tuple(self._kept.replicas_of(step)))
+                self._has[membership.number, self.rank] = has
+                for process in membership.shard_of:
+                    self._connections.send(process, has)
+            self._look_whether_complete()
+
+    def _tell(self, kept: Kept) -> None:
+        """Tells the other processes of the shard where gradients are."""
+        assert self._kept is not None
+        for process, shard in self._agreement.members.items():
+            if shard == self.shard and process != self.rank:
+                self._connections.send(process, kept)
+
+    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
+        """Waits until a condition holds, with the lock. Raises ElasticError if nothing can make it true any more."""
+        frozen_since, agreement = 0.0, self._agreement
+        while not condition():
+            if agreement.state is Phase.OUT and not self.is_joining:
+                raise ElasticError(
+                    f"process {self.rank} is no longer a member of the job: the others took it for lost, and go on "
+                    f"without it. Start it again"
+                )
+            if agreement.has_lost_shards:
+                raise ElasticError(
+                    f"no process is left that has shard {', '.join(map(str, agreement.has_lost_shards))} of "
+                    f"{self.shards}: load the last checkpoint and start again. Left are processes "
+                    f"{sorted({*agreement.members} - agreement.lost)}"
+                )
+            now = time.monotonic()
+            frozen_since = (frozen_since or now) if agreement.is_frozen else 0.0
+            if frozen_since and now - frozen_since > PATIENCE:
+                raise ElasticError(
+                    f"the processes that are left cannot agree on how to go on: fewer than half of the members answer "
+                    f"process {self.rank}, which waited {PATIENCE:.0f} s for {what}"
+                )
+            if frozen_since and now - frozen_since > _AGAIN:
+                agreement.consider(again=True)
+                self._after_agreement()
+            self._changed.wait(0.5)
+
+    def _find_row(self) -> Row:
+        return next((row for row in self._agreement.membership.rows if self.rank in row), ())
+
+    def _cut_row(self) -> None:
+        """Ends the waits of training for processes of a row that is no more: some may be stopped, not ended."""
+        WAITS.judged = WAITS.count, "The membership of the job has changed"
+        for connection, ends in connected_sockets():
+            if ends in self._row_connections:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def store_once(store: Any, key: str, value: str) -> str:
+    """The value of a key, which is ``value`` if there was none."""
+    return bytes(store.compare_set(key, "", value)).decode()

@@ -1,0 +1,81 @@
+"""What processes of an elastic job tell each other beside what :mod:`fullshard.elastic.agreement` sends."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fullshard.elastic.rows import Row
+
+
+class Order(NamedTuple):
+    """The first process of a row tells the others to run a logical replica."""
+
+    row: Row
+    step: int
+    replica: int
+
+
+class Has(NamedTuple):
+    """Which replicas' gradients a process has, when a membership begins."""
+
+    number: int
+    step: int
+    replicas: tuple[int, ...]
+
+
+class RowStore(NamedTuple):
+    """Where the processes of a row find each other."""
+
+    row: Row
+    number: int
+    address: tuple[str, int]
+
+
+class Square(NamedTuple):
+    """The sum of the squares of the gradients of a shard."""
+
+    step: int
+    shard: int
+    total: float
+
+
+class Leaving(NamedTuple):
+    """The sender ends, because its program does, not by an error."""
+
+
+class Welcome(NamedTuple):
+    """What a new process is told: its number, its shard, and where the members are."""
+
+    number: int
+    shard: int
+    size: int
+    replicas: int
+    seed: int
+    addresses: dict[int, tuple[str, int]]
+    stands_by: tuple[int, ...]  # members of its shard, those without a row first
+
+
+class Fetch(NamedTuple):
+    """The sender needs the state of its shard, and the gradients of the steps that follow."""
+
+
+class ShardState(NamedTuple):
+    """The state of a shard before a step."""
+
+    step: int
+    data: bytes
+
+
+class Followed(NamedTuple):
+    """The mean gradients of a shard in a step that counts, and the squares by which they were clipped."""
+
+    step: int
+    data: bytes
+    present: tuple[bool, ...]
+    squares: dict[int, float]
+
+
+class Candidate(NamedTuple):
+    """The sender has made all steps that count, as far as it knows, and asks to be a member."""
+
+    shard: int
