@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from typing import Any
 
 SIZE, REPLICAS = 4, 2
@@ -74,7 +75,7 @@ def run(options: argparse.Namespace, kind: str) -> list[list[dict[str, Any]]]:
 def step_of(said: list[list[dict[str, Any]]]) -> float:
     """The median time of a step on the first rank, without the first steps."""
     ends = [each["end"] for each in said[0]]
-    return statistics.median(after - before for before, after in zip(ends[3:-1], ends[4:], strict=True))
+    return statistics.median(after - before for before, after in pairwise(ends[3:]))
 
 
 def recovery(options: argparse.Namespace) -> float:
@@ -108,7 +109,7 @@ def joining(options: argparse.Namespace) -> tuple[float, float]:
     if not news[1:]:
         return float("nan"), news[0]["bytes"] / 2**20
     first = news[1]["end"]
-    pairs = [(after, after - before) for before, after in zip(ends[3:-1], ends[4:], strict=True)]
+    pairs = [(after, after - before) for before, after in pairwise(ends[3:])]
     during = [took for end, took in pairs if fetched - 0.5 < end < first + 0.5]
     before = [took for end, took in pairs if end < fetched - 4]  # before it was started, whose start takes a core
     return statistics.mean(during) / statistics.mean(before), news[0]["bytes"] / 2**20

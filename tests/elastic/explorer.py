@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from fullshard.elastic.agreement import Agreement, Membership, Phase
+from fullshard.elastic.agreement import Agreement, Membership, Stage
 from fullshard.elastic.rows import arrange, missing_shards
 
 
@@ -70,7 +70,7 @@ def frozen(value: Any) -> Any:
         return tuple(map(frozen, value))
     if isinstance(value, tuple):
         return (type(value).__name__, *map(frozen, value))
-    return frozen(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, Phase) else value
+    return frozen(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, Stage) else value
 
 
 #: Attributes whose order means nothing: equal worlds are found equal.
@@ -193,7 +193,7 @@ class Explorer:
                 elif other in world.dead and other not in process.lost:
                     yield me, "loses", other
             is_new = me == self.new and process.membership.number < 0
-            able = process.state is not Phase.OUT or (is_new and world.computed >= process.step)
+            able = process.state is not Stage.OUT or (is_new and world.computed >= process.step)
             if able and not process._is_complete and (process.step < left.steps or not limited):
                 yield me, "completes"
             if is_new and process._is_complete and process.__dict__.get("heard", 0) > process.step:
@@ -206,7 +206,7 @@ class Explorer:
                 yield me, "dies"
             if is_new and left.asks:
                 yield me, "asks"
-            if process.state is not Phase.OUT:
+            if process.state is not Stage.OUT:
                 for other in process.members:
                     if other in process.suspected and other not in world.dead:
                         yield me, "trusts", other
@@ -293,7 +293,7 @@ class Explorer:
 
         installed, counted = world.installed, world.counted
         for place, (name, *values) in enumerate(notes):
-            if name == "membership" and notes[place + 1] == ("state", Phase.RUNNING):
+            if name == "membership" and notes[place + 1] == ("state", Stage.RUNNING):
                 (value,) = values
                 if value.number < len(installed):
                     demand(value == installed[value.number], "memberships with the same number are equal")
@@ -303,6 +303,7 @@ class Explorer:
                 for each in value.shard_of:
                     member: Watched = self._objects[world.processes[each]]
                     ready = member.step == value.step or (member.step == value.step - 1 and member._is_complete)
+                    ready |= each in value.joined and member.step == value.step - 1  # it is sent those gradients
                     demand(ready, "every member is at its step, or has all gradients of the step before")
                 self._check_rows(value, demand)
                 old = installed[-1].shard_of.keys() if installed[-1] else {*()}
@@ -339,11 +340,11 @@ class Explorer:
                 for event in [each for each in self._events(world, limited=False) if each[1] == "again"]:
                     world = self.after(world, event)
         living = [self._objects[world.processes[each]] for each in range(self.size) if each not in world.dead]
-        last = max((each.membership for each in living if each.state is not Phase.OUT), default=None)
+        last = max((each.membership for each in living if each.state is not Stage.OUT), default=None)
         if last is None:
             return
-        suspected = {other for each in living if each.state is not Phase.OUT for other in each.suspected}
-        able = {each.me for each in living if each.state is not Phase.OUT} & last.shard_of.keys() - suspected
+        suspected = {other for each in living if each.state is not Stage.OUT for other in each.suspected}
+        able = {each.me for each in living if each.state is not Stage.OUT} & last.shard_of.keys() - suspected
         enough = 2 * len(able) > len(last.shards) or last.shard_of.keys() - able <= world.dead
         has_shards = not missing_shards({each: last.shard_of[each] for each in able}, self.shards)
         if able and enough and has_shards:

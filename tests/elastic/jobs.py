@@ -64,8 +64,9 @@ class Result:
         ends = sorted(each["time"] for one in self.said for each in one if "step" in each and "ended" not in each)
         return [min(later) - kill for kill in kills if (later := [end for end in ends if end > kill])]
 
-    def lost(self) -> list[str]:
-        return [each["error"] for one in self.said for each in one if "error" in each]
+    def lost(self, most: int | None = None) -> list[str]:
+        """The errors with which processes gave up, of the first ``most``."""
+        return [each["error"] for one in self.said[:most] for each in one if "error" in each]
 
 
 def run(job: Job, limit: float = 90.0) -> Result:

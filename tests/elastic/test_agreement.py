@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fullshard.elastic import agreement
-from fullshard.elastic.agreement import Agreement, Complete, Decided, Membership, Phase, Prepare, Promise
+from fullshard.elastic.agreement import Agreement, Complete, Decided, Membership, Prepare, Promise, Stage
 from tests.elastic.explorer import Explorer, Limits, ViolationError
 
 #: The shard of each process, the number of shards, and that of replicas.
@@ -74,8 +74,8 @@ def only_majorities_decide(self: Agreement, voters: Mapping[int, Iterable[int]])
 def step_counts_though_one_is_not_complete(self: Agreement, process: int, step: int) -> None:
     said = self._said.setdefault(step, set())
     said.add(process)
-    if self.state is Phase.COMPLETE and len(said) >= len(self.members) - 1:
-        self.step, self.state, self._is_complete = self.step + 1, Phase.RUNNING, False
+    if self.state is Stage.COMPLETE and len(said) >= len(self.members) - 1:
+        self.step, self.state, self._is_complete = self.step + 1, Stage.RUNNING, False
 
 
 def promise_forgets_what_was_accepted(self: Agreement, sender: int, message: Prepare, accepted: Any) -> None:
@@ -89,10 +89,10 @@ def promise_forgets_gradients(self: Agreement, sender: int, message: Prepare, ac
 
 def frozen_says_complete(self: Agreement) -> None:
     self._is_complete = True
-    if self.state is not Phase.OUT:
+    if self.state is not Stage.OUT:
         self._send(self.members, Complete(self.membership.number, self.step))
-    if self.state is Phase.RUNNING:
-        self.state = Phase.COMPLETE
+    if self.state is Stage.RUNNING:
+        self.state = Stage.COMPLETE
         self._note_complete(self.me, self.step)
 
 

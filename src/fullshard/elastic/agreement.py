@@ -42,7 +42,7 @@ class Membership(NamedTuple):
         return dict(self.shards)
 
 
-class Phase(Enum):
+class Stage(Enum):
     """Where a process is in a step."""
 
     RUNNING = "computes gradients, or waits for those of others"
@@ -129,7 +129,7 @@ class Agreement:
     def __init__(self, me: int, shards: int, replicas: int, membership: Membership | None = None) -> None:
         self.me, self._shards, self._replicas = me, shards, replicas
         self.membership = membership or Membership(-1, 0, (), ())
-        self.state = Phase.RUNNING if me in self.membership.shard_of else Phase.OUT
+        self.state = Stage.RUNNING if me in self.membership.shard_of else Stage.OUT
         self.step = self.membership.step
         self.lost: set[int] = set()
         self.suspected: set[int] = set()
@@ -151,15 +151,15 @@ class Agreement:
 
     @property
     def is_frozen(self) -> bool:
-        return self.state is Phase.FROZEN
+        return self.state is Stage.FROZEN
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def complete(self) -> None:
         """All gradients of the step that runs are there."""
         self._is_complete = True
-        if self.state is Phase.RUNNING:
-            self.state = Phase.COMPLETE
+        if self.state is Stage.RUNNING:
+            self.state = Stage.COMPLETE
             self._send(self.members, Complete(self.membership.number, self.step))
             self._note_complete(self.me, self.step)
 
@@ -169,9 +169,9 @@ class Agreement:
 
     def _note_complete(self, process: int, step: int) -> None:
         self._said.setdefault(step, set()).add(process)
-        if self.state is Phase.COMPLETE and self._said.get(self.step, set()).issuperset(self.members):
+        if self.state is Stage.COMPLETE and self._said.get(self.step, set()).issuperset(self.members):
             del self._said[self.step]
-            self.step, self.state, self._is_complete = self.step + 1, Phase.RUNNING, False
+            self.step, self.state, self._is_complete = self.step + 1, Stage.RUNNING, False
 
     # -- news ----------------------------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class Agreement:
     def consider(self, again: bool = False) -> None:
         """Proposes a change if there is reason, and this process is the first of those that answer; ``again`` with a
         newer ballot, because nothing has been decided for long."""
-        if self.state is Phase.OUT:
+        if self.state is Stage.OUT:
             return
         gone = self.lost | self.suspected
         if not (gone.intersection(self.members) or self.candidates or self.is_frozen):
@@ -230,7 +230,7 @@ class Agreement:
         if message.ballot < self._promised:
             self._send([sender], Refused(message.number, self._promised))
             return
-        self._promised, self.state = message.ballot, Phase.FROZEN
+        self._promised, self.state = message.ballot, Stage.FROZEN
         self._promise(sender, message, self._accepted)
 
     def _promise_as_candidate(self, sender: int, message: Prepare) -> None:
@@ -290,7 +290,7 @@ class Agreement:
         if message.ballot < self._promised:
             self._send([sender], Refused(message.number, self._promised))
             return
-        self._promised, self._accepted, self.state = message.ballot, (message.ballot, message.value), Phase.FROZEN
+        self._promised, self._accepted, self.state = message.ballot, (message.ballot, message.value), Stage.FROZEN
         self._answer(sender, Accepted(message.number, message.ballot, frozenset(self.lost)))
 
     def _note_accepted(self, sender: int, message: Accepted) -> None:
@@ -326,9 +326,9 @@ class Agreement:
         self.candidates.clear()  # those that are not among the members ask again
         may_step = mine or self.me in value.joined
         if self.me not in value.shard_of or (has_stepped and not may_step) or value.step - self.step > 1:
-            self.membership, self.state = value, Phase.OUT
+            self.membership, self.state = value, Stage.OUT
             return
-        self.membership, self.state, self.step = value, Phase.RUNNING, value.step
+        self.membership, self.state, self.step = value, Stage.RUNNING, value.step
         self._is_complete = mine and not has_stepped
         self._said, self._promised, self._accepted, self._proposal, self._answered = {}, (0, -1), None, None, None
         if self._is_complete:
@@ -346,7 +346,7 @@ class Agreement:
         """Makes this process a member once every older member that is left has told it of the same membership: one of
         them alone may be the last that knows of it, and may have ended."""
         value = max(self._told.values(), default=self.membership)
-        if self.state is not Phase.OUT or self.me not in value.joined:
+        if self.state is not Stage.OUT or self.me not in value.joined:
             return
         old = {*value.shard_of}.difference(value.joined, self.lost)
         if old and all(self._told.get(process) == value for process in old):
@@ -371,15 +371,15 @@ class Agreement:
 
 #: What a process does with a message, by its state; all other messages are dropped. A message about an older
 #: membership than its own is answered by its own.
-TABLE: dict[tuple[Phase, type[Any]], Callable[[Agreement, int, Any], None]] = {
-    (Phase.RUNNING, Complete): Agreement._hear_complete,
-    (Phase.COMPLETE, Complete): Agreement._hear_complete,
-    **{(state, Prepare): Agreement._answer_prepare for state in (Phase.RUNNING, Phase.COMPLETE, Phase.FROZEN)},
-    (Phase.OUT, Prepare): Agreement._promise_as_candidate,
-    **{(state, Accept): Agreement._answer_accept for state in (Phase.RUNNING, Phase.COMPLETE, Phase.FROZEN)},
-    (Phase.FROZEN, Promise): Agreement._note_promise,
-    (Phase.FROZEN, Accepted): Agreement._note_accepted,
-    (Phase.FROZEN, Refused): Agreement._note_refused,
-    **{(state, Decided): Agreement._install for state in (Phase.RUNNING, Phase.COMPLETE, Phase.FROZEN)},
-    (Phase.OUT, Decided): Agreement._hear,
+TABLE: dict[tuple[Stage, type[Any]], Callable[[Agreement, int, Any], None]] = {
+    (Stage.RUNNING, Complete): Agreement._hear_complete,
+    (Stage.COMPLETE, Complete): Agreement._hear_complete,
+    **{(state, Prepare): Agreement._answer_prepare for state in (Stage.RUNNING, Stage.COMPLETE, Stage.FROZEN)},
+    (Stage.OUT, Prepare): Agreement._promise_as_candidate,
+    **{(state, Accept): Agreement._answer_accept for state in (Stage.RUNNING, Stage.COMPLETE, Stage.FROZEN)},
+    (Stage.FROZEN, Promise): Agreement._note_promise,
+    (Stage.FROZEN, Accepted): Agreement._note_accepted,
+    (Stage.FROZEN, Refused): Agreement._note_refused,
+    **{(state, Decided): Agreement._install for state in (Stage.RUNNING, Stage.COMPLETE, Stage.FROZEN)},
+    (Stage.OUT, Decided): Agreement._hear,
 }

@@ -84,7 +84,7 @@ class Connections:
     def close(self) -> None:
         """Ends all connections, after what was sent."""
         self._is_open = False
-        for outgoing in self._outgoing.values():
+        for outgoing in [*self._outgoing.values()]:
             outgoing.put(_END)
         with suppress(OSError):
             self._listener.close()

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.comm.waits import WAITS
-from fullshard.elastic.agreement import KINDS, Agreement, Membership, Phase
+from fullshard.elastic.agreement import KINDS, Agreement, Membership, Stage
 from fullshard.elastic.connections import Connections, ask, host_address
 from fullshard.elastic.gradients import Kept, KeptGradients
 from fullshard.elastic.messages import (
@@ -30,8 +30,8 @@ from fullshard.elastic.messages import (
     Followed,
     Has,
     Leaving,
-    Order,
     RowStore,
+    RunOrder,
     ShardState,
     Square,
     Welcome,
@@ -71,7 +71,7 @@ class Job:
         self._changed = threading.Condition(threading.RLock())
         self._row: Row = ()  # whose process group this process is in
         self._stores: dict[tuple[Row, int], tuple[str, int]] = {}
-        self._orders: list[Order] = []
+        self._orders: list[RunOrder] = []
         self._has: dict[tuple[int, int], Has] = {}  # by the membership and the process
         self._squares: dict[tuple[int, int], float] = {}  # by the step and the shard
         self._ordered: set[tuple[int, int]] = set()  # steps and replicas that this row was told to run
@@ -181,15 +181,14 @@ class Job:
     def _fetch(self) -> None:
         """Gets the state of this process's shard from a member that has it."""
         with self._changed:
-            left = [each for each in self._sources if each not in self._agreement.lost]
+            left = [each for each in self._sources if each not in self._gone()]
             if not left:
                 raise ElasticError(f"no member is left that has shard {self.shard}, which this process was to get")
             self._source = left[0]
             self._states.clear()
             self._followed.clear()
             self._connections.send(self._source, Fetch())
-            lost = self._agreement.lost
-            self.wait_for(lambda: self._states or self._source in lost, "the state of its shard")
+            self.wait_for(lambda: self._states or self._source in self._gone(), "the state of its shard")
             states = [*self._states]
         if not states:
             self._fetch()
@@ -204,13 +203,16 @@ class Job:
 
     def _has_lost_source(self) -> bool:
         """Whether the process that this one follows has ended. Raises ElasticError if only that one could help."""
-        if self._source not in self._agreement.lost or self.step in self._followed:
+        if self._source not in self._gone() or self.step in self._followed:
             return False
         if not self.is_joining and self.step < self._first:
             raise ElasticError(
                 f"process {self._source} has ended before process {self.rank} had its state: start again"
             )
         return self.is_joining
+
+    def _gone(self) -> set[int]:
+        return self._agreement.lost | self._agreement.suspected
 
     def _drop_followers(self) -> None:
         """Forgets followers that are members, and have been sent all that came before."""
@@ -246,7 +248,7 @@ class Job:
                 self._after_agreement()
             elif isinstance(message, Kept):
                 self._add(message)
-            elif isinstance(message, Order):
+            elif isinstance(message, RunOrder):
                 self._orders.append(message)
             elif isinstance(message, Has):
                 self._has[message.number, sender] = message
@@ -335,8 +337,8 @@ class Job:
         is_first = next(iter(membership.shard_of), -1) == self.rank
         _log.log(
             logging.WARNING if is_first else logging.INFO,
-            f"membership {membership.number}, from step {membership.step} on: processes {[*membership.shard_of]} in rows "
-            f"{[*membership.rows]}, agreed {took:.2f} s after the change was noticed",
+            f"membership {membership.number}, from step {membership.step} on: processes {[*membership.shard_of]} in "
+            f"rows {[*membership.rows]}, agreed {took:.2f} s after the change was noticed",
         )
         if self._kept is not None and self.rank in membership.shard_of:
             step = self._agreement.step
@@ -360,7 +362,7 @@ class Job:
         """Waits until a condition holds, with the lock. Raises ElasticError if nothing can make it true any more."""
         frozen_since, agreement = 0.0, self._agreement
         while not condition():
-            if agreement.state is Phase.OUT and not self.is_joining:
+            if agreement.state is Stage.OUT and not self.is_joining:
                 raise ElasticError(
                     f"process {self.rank} is no longer a member of the job: the others took it for lost, and go on "
                     f"without it. Start it again"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fullshard.elastic.rows import Row
 
 
-class Order(NamedTuple):
+class RunOrder(NamedTuple):
     """The first process of a row tells the others to run a logical replica."""
 
     row: Row

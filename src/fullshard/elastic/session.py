@@ -33,7 +33,7 @@ from fullshard.comm.select import select_transport, simulated_transport
 from fullshard.comm.waits import PeerFailureError
 from fullshard.elastic.gradients import KeptGradients
 from fullshard.elastic.job import PATIENCE, Job, RepeatStep
-from fullshard.elastic.messages import Followed, Leaving, Order, RowStore, Square
+from fullshard.elastic.messages import Followed, Leaving, RowStore, RunOrder, Square
 from fullshard.elastic.rows import Row, replicas_of
 from fullshard.group.parameter import local_tensor
 from fullshard.policies import expect
@@ -287,7 +287,7 @@ class Elastic(Job):
         for replica in mine:
             if replica not in everywhere and (step, replica) not in self._ordered:
                 self._ordered.add((step, replica))
-                order = Order(row, step, replica)
+                order = RunOrder(row, step, replica)
                 self._orders.append(order)
                 for process in row[1:]:
                     self._connections.send(process, order)
@@ -332,9 +332,10 @@ class Elastic(Job):
             )
         with self._changed:
             assert self._kept is not None
-            for process in self._followers if self._mean is not None else ():
+            mean = self._mean
+            for process in self._followers if mean is not None else ():
                 squares = {shard: total for (of, shard), total in self._squares.items() if of == step}
-                self._connections.send(process, Followed(step, self._mean[0], self._mean[1], squares))
+                self._connections.send(process, Followed(step, *mean, squares))
             self.step = step + 1
             self._drop_followers()
             self._followed.pop(step, None)
