@@ -1,0 +1,79 @@
+"""Train a small language model that survives the loss of processes, on CPUs.
+
+Start the processes one by one, so that the end of one leaves the others alone, and kill any of them::
+
+    export WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500
+    for rank in 0 1 2 3; do RANK=$rank python examples/elastic.py & done
+
+Each prints a line for each step. The last lines have the same digests, whatever was killed. The same command for one
+process, with any ``RANK``, joins the running job; SIGTERM lets a process finish its step and leave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import data
+from fullshard import fully_shard
+from fullshard.elastic import Elastic, MicroBatch
+from model import GPT, MODELS, loss_of
+
+SEQUENCES, LENGTH = 2, 64  # of a micro-batch
+
+
+def batch_of(corpus: data.Corpus, micro_batch: MicroBatch, micro_batches: int) -> torch.Tensor:
+    """Return a micro-batch, int64, of shape (sequences, length + 1): it belongs to a logical rank, not to a process."""
+    parts = micro_batch.size * micro_batches
+    whole = data.training_batch(corpus, 0, micro_batch.step, parts * SEQUENCES, LENGTH)
+    return whole.chunk(parts)[micro_batch.rank * micro_batches + micro_batch.index]
+
+
+def digest_of(model: nn.Module) -> str:
+    """Return a digest of all bits of this process's shard."""
+    digest = hashlib.sha256()
+    for param in model.parameters():
+        digest.update(param.to_local().detach().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def main() -> None:
+    """Train, whatever happens to other processes."""
+    parser = argparse.ArgumentParser(description="Trains a small language model that survives the loss of processes.")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--micro-batches", type=int, default=2, help="of each logical rank in a step")
+    parser.add_argument("--directory", type=Path, default=Path("runs/elastic"), help="where a new process finds others")
+    options = parser.parse_args()
+
+    elastic = Elastic(replicas=2, directory=options.directory)
+    corpus = data.standard_library()
+    torch.manual_seed(0)  # the same initial weights on every process
+    model = GPT(MODELS["small"])
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after sharding
+    elastic.begin(model, optimizer, micro_batches=options.micro_batches)
+
+    for step in elastic.steps(options.steps):
+        losses: dict[int, float] = {}  # by the logical rank; empty on a process that stands by
+        with step:
+            for micro_batch in step:
+                batch = batch_of(corpus, micro_batch, options.micro_batches)
+                loss = loss_of(model, batch) / options.micro_batches  # gradients of micro-batches add up
+                loss.backward()
+                losses[micro_batch.rank] = losses.get(micro_batch.rank, 0.0) + loss.item()
+            step.clip_grad_norm_(1.0)
+            optimizer.step()
+            of = "  ".join(f"{rank}: {loss:.4f}" for rank, loss in losses.items())
+            print(f"process {elastic.rank}, step {step.number + 1}, losses of logical ranks  {of}", flush=True)
+    print(f"process {elastic.rank}, step {elastic.step}, shard {elastic.shard} has the digest {digest_of(model)}")
+    elastic.close()
+
+
+if __name__ == "__main__":
+    main()
