@@ -30,14 +30,14 @@ def batch_of(corpus: data.Corpus, micro_batch: MicroBatch, micro_batches: int) -
     """Return a micro-batch, int64, of shape (sequences, length + 1): it belongs to a logical rank, not to a process."""
     parts = micro_batch.size * micro_batches
     whole = data.training_batch(corpus, 0, micro_batch.step, parts * SEQUENCES, LENGTH)
-    return whole.chunk(parts)[micro_batch.rank * micro_batches + micro_batch.index]
+    return whole.chunk(parts)[micro_batch.rank * micro_batches + micro_batch.number]
 
 
 def digest_of(model: nn.Module) -> str:
     """Return a digest of all bits of this process's shard."""
     digest = hashlib.sha256()
-    for param in model.parameters():
-        digest.update(param.to_local().detach().numpy().tobytes())
+    for values in model.state_dict().values():
+        digest.update(values.to_local().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -29,6 +29,7 @@ import torch.distributed.fsdp
 
 import fullshard
 import fullshard.checkpoint
+import fullshard.elastic
 import fullshard.wrap
 from fullshard import cli, interop  # noqa: F401  the reference shows interop
 from fullshard.report import environment
@@ -274,7 +275,7 @@ def errors_of(function: Any, *callers: Any) -> set[str]:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    packages = ("fullshard", "fullshard.wrap", "fullshard.optim", "fullshard.checkpoint")
+    packages = ("fullshard", "fullshard.wrap", "fullshard.optim", "fullshard.checkpoint", "fullshard.elastic")
     names = {f"{package}.{name}" for package in packages for name in sys.modules[package].__all__}
     fronts = ("fullshard.FSDPModule", "fullshard.FullyShardedDataParallel")
     names |= {f"{path}.{name}" for path in fronts for name in methods(public_object(path))}

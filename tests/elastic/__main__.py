@@ -59,7 +59,7 @@ def complaints(job: Job, result: Result) -> list[str]:
             found.append(f"process {rank} ended with {status}: {result.errors[rank][-1500:]}")
     if gave_up and any(each["step"] == job.steps for each in result.ends()):
         found.append(f"some processes ended, others gave up: {gave_up}")
-    is_left = any(status in (0, 1, 3) for status in result.statuses)
+    is_left = any(not any("fault" in each for each in one) for one in result.said[:size])
     if is_left and not gave_up and not result.digests(job.steps):
         found.append("no process made all steps")
     if result.digests(job.steps) and (missing := clean.ran() - result.ran()):

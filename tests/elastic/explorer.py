@@ -303,7 +303,9 @@ class Explorer:
                 for each in value.shard_of:
                     member: Watched = self._objects[world.processes[each]]
                     ready = member.step == value.step or (member.step == value.step - 1 and member._is_complete)
-                    ready |= each in value.joined and member.step == value.step - 1  # it is sent those gradients
+                    is_new = each in value.joined and member.step == value.step - 1
+                    others = [other for other in value.shard_of if other not in value.joined]
+                    ready |= is_new and any(value.shard_of[other] == value.shard_of[each] for other in others)
                     demand(ready, "every member is at its step, or has all gradients of the step before")
                 self._check_rows(value, demand)
                 old = installed[-1].shard_of.keys() if installed[-1] else {*()}
@@ -313,7 +315,8 @@ class Explorer:
             elif name == "step" and values[0] != values[1]:
                 old_step, step, was_complete, number = values
                 demand(step == old_step + 1, "a process advances by one step")
-                demand(was_complete, "a process that advances had all gradients of the step")
+                is_new = bool(installed[-1]) and event[0] in installed[-1].joined and installed[-1].step == step
+                demand(was_complete or is_new, "a process that advances had all gradients of the step, or is new")
                 later = [each for each in installed[number + 1 :] if each is not None] if number >= 0 else []
                 demand(all(each.step >= step for each in later), "no step that counts is repeated already")
                 counted = max(counted, step)

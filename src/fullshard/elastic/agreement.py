@@ -277,7 +277,8 @@ class Agreement:
         members = {process: self.members[process] for process in old}
         joined = {}
         for process, shard in self.candidates.items():
-            if process in promises and step - 1 <= promises[process].step <= step:  # the gradients between follow
+            behind = step - promises[process].step if process in promises else -1
+            if behind == 0 or (behind == 1 and shard in members.values()):  # which sends it the gradients of that step
                 joined[process] = shard
         everyone = members | joined
         self.has_lost_shards = missing_shards(everyone, self._shards)

@@ -93,7 +93,9 @@ class Connections:
         while self._is_open:
             with suppress(Exception):  # a stranger, or one that has ended meanwhile
                 connection = self._listener.accept()
-                if (said := connection.recv()) is None:
+                if not self._is_open:  # the call was under way before the end
+                    connection.close()
+                elif (said := connection.recv()) is None:
                     connection.send(self._welcome())
                 else:
                     process, address = said

@@ -87,7 +87,7 @@ class Elastic(Job):
     Args:
         replicas: how many logical replicas there are; a divisor of the number of processes. A shard outlives
             ``replicas - 1`` of its processes.
-        seed: of the random numbers. Each micro-batch begins with a state of torch's generators and of :mod:`random`
+        seed: of the random numbers. Each micro-batch begins with a state of torch's generators and of Python's
             that depends on the seed, the step, the logical rank and the index only.
         directory: where members write down how to reach them, which all processes of the job see. A process that finds
             a member there joins the running job, whatever its launcher says. Without one, nobody can join.
@@ -125,7 +125,7 @@ class Elastic(Job):
         micro_batches: int = 1,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Names what is trained. Called once, after the optimizer was made.
+        """Names what is trained. A process that joins gets its state here.
 
         Args:
             model: sharded by ``fully_shard`` without a mesh, alike on all processes, with the same values in each
@@ -134,8 +134,15 @@ class Elastic(Job):
             micro_batches: how many each logical rank runs in a step.
             state: what else a new process must get, by name: objects with ``state_dict()`` and ``load_state_dict()``,
                 such as a learning-rate scheduler. They hold tensors and plain values only.
+
+        Raises:
+            ValueError: ``micro_batches`` is less than 1, or ``model`` is not a sharded root.
+            ElasticError: this process joins, and no member is left that has its shard.
+
+        Ranks: all, once, after the optimizer was made.
         """
-        expect(isinstance(micro_batches, int) and micro_batches > 0, "micro_batches", micro_batches, "1 or more")
+        is_right = isinstance(micro_batches, int) and micro_batches > 0
+        expect(is_right, "micro_batches", micro_batches, "a number of 1 or more", ValueError)
         self._model, self._optimizer, self.micro_batches = model, optimizer, micro_batches
         self._schedule = schedule_of(model, "elastic.begin()")
         params = [param for param in model.parameters() if param.requires_grad]
@@ -153,7 +160,17 @@ class Elastic(Job):
 
     def steps(self, number: int) -> Iterator[ElasticStep]:
         """The steps until this process has made ``number``; one is given again if it has to be repeated. Use each as a
-        context."""
+        context.
+
+        Args:
+            number: of steps, from the beginning of the job.
+
+        Raises:
+            RuntimeError: before :meth:`begin`, or if a step was not used as a context.
+            ElasticError: the processes that are left cannot go on.
+
+        Ranks: all.
+        """
         if self._kept is None:
             raise RuntimeError("elastic.begin(model, optimizer) must be called before elastic.steps()")
         while self.step < number and not self.has_left:
@@ -166,11 +183,17 @@ class Elastic(Job):
                 raise RuntimeError(f"step {self.step} was not used as a context: write `with step:` around its body")
 
     def leave(self) -> None:
-        """Lets :meth:`steps` end after the step that runs. May be called in a signal handler."""
+        """Lets :meth:`steps` end after the step that runs, as SIGTERM does.
+
+        Ranks: each for itself.
+        """
         self.has_left = True
 
     def close(self) -> None:
-        """Ends the part of this process in the job. The others go on."""
+        """Ends the part of this process in the job. The others go on.
+
+        Ranks: each for itself.
+        """
         if self._directory is not None:
             (self._directory / f"{self.rank}.json").unlink(missing_ok=True)
         with self._changed:
@@ -333,9 +356,10 @@ class Elastic(Job):
         with self._changed:
             assert self._kept is not None
             mean = self._mean
-            for process in self._followers if mean is not None else ():
+            for process in self._followers:
+                assert mean is not None
                 squares = {shard: total for (of, shard), total in self._squares.items() if of == step}
-                self._connections.send(process, Followed(step, *mean, squares))
+                self._connections.send(process, Followed(step, mean[0], mean[1], squares))
             self.step = step + 1
             self._drop_followers()
             self._followed.pop(step, None)
@@ -410,6 +434,9 @@ class ElasticStep:
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales the gradients so that their norm over all shards is at most ``max_norm``, in place. Returns the norm
         before.
+
+        Args:
+            max_norm: the largest norm, in the L2 norm.
 
         Ranks: all, after their micro-batches. Those that stand by have no process group, so torch's function fails.
         """
