@@ -52,12 +52,15 @@ class Connections:
         self._heard: dict[int, float] = {}  # when something came last
         self._of: dict[int, Connection] = {}
         self._outgoing: dict[int, queue.SimpleQueue[Any]] = {}
+        self._writers: list[threading.Thread] = []
         self._changed, self._is_open = threading.Condition(), True
         self._start(self._accept, "accept")
         self._start(self._beat, "beat")
 
-    def _start(self, run: Callable[..., None], name: str, *arguments: Any) -> None:
-        threading.Thread(target=run, args=arguments, name=f"fullshard-elastic-{name}", daemon=True).start()
+    def _start(self, run: Callable[..., None], name: str, *arguments: Any) -> threading.Thread:
+        thread = threading.Thread(target=run, args=arguments, name=f"fullshard-elastic-{name}", daemon=True)
+        thread.start()
+        return thread
 
     def connect(self, addresses: Mapping[int, Address], patience: float) -> set[int]:
         """Connects with processes: this one calls those with smaller numbers, and waits for the calls of the others.
@@ -86,6 +89,9 @@ class Connections:
         self._is_open = False
         for outgoing in [*self._outgoing.values()]:
             outgoing.put(_END)
+        deadline = time.monotonic() + 3 * _BEAT  # one that is stopped reads nothing
+        for writer in self._writers:
+            writer.join(max(0.0, deadline - time.monotonic()))
         with suppress(OSError):
             self._listener.close()
 
@@ -108,7 +114,7 @@ class Connections:
         self._heard[process] = time.monotonic()
         outgoing = self._outgoing[process] = queue.SimpleQueue()
         self._start(self._read, "read", process, connection)
-        self._start(self._write, "write", connection, outgoing)
+        self._writers.append(self._start(self._write, "write", connection, outgoing))
         with self._changed:
             self._of[process], self.addresses[process] = connection, address
             self._changed.notify_all()
@@ -123,7 +129,8 @@ class Connections:
             if message is not None:
                 self._on_message(process, message)
         self._heard.pop(process, None)
-        self._outgoing.pop(process, None)
+        if (outgoing := self._outgoing.pop(process, None)) is not None:
+            outgoing.put(_END)
         self._on_end(process)
 
     def _beat(self) -> None:
