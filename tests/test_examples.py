@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -149,6 +150,38 @@ def test_a_run_that_is_told_to_end_saves(tmp_path: Path) -> None:
     finally:
         running.kill()
     assert len(list_checkpoints(tmp_path)) == 1
+
+
+def run_elastic(directory: Path, killed: int | None = None) -> set[str]:
+    """Trains with four processes, one of which may be killed after its second step. What those left say at the end, by
+    the shard."""
+    _, environment = torchrun("elastic.py", 4)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        environment |= {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    command = [sys.executable, str(ROOT / "examples" / "elastic.py"), "--steps=8", f"--directory={directory}"]
+    environments = [{**environment, "RANK": str(rank)} for rank in range(4)]
+    running = [subprocess.Popen(command, env=each, stdout=subprocess.PIPE, text=True) for each in environments]
+    try:
+        if killed is not None:
+            assert running[killed].stdout is not None
+            assert any("step 2," in line for line in running[killed].stdout)
+            running[killed].kill()
+        printed = [process.communicate(timeout=120)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    left = [rank for rank in range(4) if rank != killed]
+    assert [running[rank].returncode for rank in left] == [0] * len(left)
+    if killed is not None:
+        assert running[killed].returncode < 0
+    return {re.sub(r"^process \d+, ", "", printed[rank].splitlines()[-1]) for rank in left}
+
+
+def test_an_elastic_run_has_the_parameters_of_an_undisturbed_one_after_a_kill(tmp_path: Path) -> None:
+    found = run_elastic(tmp_path / "undisturbed")
+    assert len(found) == 2
+    assert all(re.fullmatch(r"step 8, shard [01] has the digest \w{16}", each) for each in found)
+    assert run_elastic(tmp_path / "killed", killed=0) == found
 
 
 def test_a_fine_tuned_model_goes_on_with_fewer_ranks_and_is_read_by_transformers(tmp_path: Path) -> None:
