@@ -79,7 +79,7 @@ def test_what_another_process_kept_lasts_for_one_more_step() -> None:
     third.add(mine.with_data(mine.keep(1, 1))._replace(host="elsewhere"))
     fill(model, 0)
     expected = [param.grad.clone() for param in model.parameters() if param.grad is not None]
-    for view, grad in zip(third._views(third._of[0, 0][0]), expected, strict=False):
+    for view, grad in zip(third._of[0, 0][0].views, expected, strict=False):
         assert torch.equal(view, grad)  # type: ignore[arg-type]
     theirs.forget(0)
     assert theirs.replicas_of(0) == []

@@ -29,7 +29,7 @@ Ballot = tuple[int, int]  # a round, and the process that proposes
 
 
 class Membership(NamedTuple):
-    """Who takes part, from a step on."""
+    """The members of a job, their shards and their rows. It is valid from a step on."""
 
     number: int  # of memberships before this one
     step: int  # the step that runs first; all steps before it count

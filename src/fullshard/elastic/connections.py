@@ -80,7 +80,7 @@ class Connections:
             self._serve(process, address, connection)
 
     def send(self, process: int, message: Any) -> None:
-        """Sends an object, in order; it may be changed once it is pickled, before this returns."""
+        """Sends an object, in order. It is pickled later, in another thread, so it must not change any more."""
         if (outgoing := self._outgoing.get(process)) is not None:
             outgoing.put(message)
 

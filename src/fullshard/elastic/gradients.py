@@ -35,6 +35,13 @@ class Kept(NamedTuple):
     data: bytes | None = None  # for processes on other hosts
 
 
+class _Memory(NamedTuple):
+    """A segment, and the tensors in it: one for each parameter and then one for each buffer."""
+
+    segment: Segment
+    views: Sequence[torch.Tensor]
+
+
 class KeptGradients:
     """The gradients of the parameters, and the buffers that a forward changes, on one process.
 
@@ -43,13 +50,12 @@ class KeptGradients:
 
     def __init__(self, params: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor], replicas: int) -> None:
         self._params, self._buffers, self._replicas = params, buffers, replicas
-        self._locals = [local_tensor(param) for param in params]
-        self._dtypes = [each.dtype for each in (*self._locals, *buffers)]
-        sizes = [-(-each.nbytes // _ALIGNED) * _ALIGNED for each in (*self._locals, *buffers)]
-        *self._starts, self._nbytes = accumulate(sizes, initial=0)
-        self._own: dict[tuple[int, int], Segment] = {}  # by the replica and whether the step is odd
-        self._opened: dict[Address, Segment] = {}
-        self._of: dict[tuple[int, int], tuple[Segment, tuple[bool, ...]]] = {}  # by the step and the replica
+        kept = [*map(local_tensor, params), *buffers]
+        *starts, self._nbytes = accumulate([-(-each.nbytes // _ALIGNED) * _ALIGNED for each in kept], initial=0)
+        self._layout = [(start, each.shape, each.dtype) for start, each in zip(starts, kept, strict=True)]
+        self._own: dict[tuple[int, int], _Memory] = {}  # by the replica and whether the step is odd
+        self._opened: dict[Address, _Memory] = {}
+        self._of: dict[tuple[int, int], tuple[_Memory, tuple[bool, ...]]] = {}  # by the step and the replica
         self._before = [buffer.clone() for buffer in buffers]
         self._grads: list[Any] = [None] * len(params)
 
@@ -73,27 +79,25 @@ class KeptGradients:
         """Keeps the gradients that a logical replica has computed, in place of ``param.grad``."""
         grads = [param.grad for param in self._params]
         present = (*(grad is not None for grad in grads), *[replica == 0] * len(self._buffers))
-        segment = self._own_memory(step, replica)
-        for index, (grad, view) in enumerate(zip(grads, self._views(segment), strict=False)):
+        memory = self._own_memory(step, replica)
+        for index, (grad, view) in enumerate(zip(grads, memory.views, strict=False)):
             if grad is not None:
                 view.copy_(local_tensor(grad))
                 self._grads[index], self._params[index].grad = grad, None
-        for buffer, view in zip(
-            self._buffers if replica == 0 else (), self._views(segment)[len(grads) :], strict=False
-        ):
-            view.copy_(buffer)
-        return self._note(step, replica, segment, present)
+        for buffer, view in zip(self._buffers, memory.views[len(grads) :], strict=True):
+            if replica == 0:
+                view.copy_(buffer)
+        return self._note(step, replica, memory, present)
 
     def tell_again(self, step: int) -> list[Kept]:
         """What is here of a step, in memory of this process: others may have lost the process that had it."""
         told = []
         for replica in self.replicas_of(step):
-            segment, present = self._of[step, replica]
-            if segment is not self._own.get((replica, step % 2)):
-                own = self._own_memory(step, replica)
-                _bytes_of(own)[:] = _bytes_of(segment)
-                segment = own
-            told.append(self._note(step, replica, segment, present))
+            memory, present = self._of[step, replica]
+            own = self._own_memory(step, replica)
+            if memory is not own:
+                _bytes_of(own)[:] = _bytes_of(memory)
+            told.append(self._note(step, replica, own, present))
         return told
 
     def add(self, kept: Kept) -> None:
@@ -102,93 +106,93 @@ class KeptGradients:
             return
         if kept.host == host_id():
             try:
-                segment = self._opened.get(kept.address) or Segment.open(kept.address)
+                memory = self._opened.get(kept.address) or self._laid_out(Segment.open(kept.address))
             except OSError:  # that process has ended since: the gradients are computed again
                 return
-            self._opened[kept.address] = segment
+            self._opened[kept.address] = memory
         else:
             assert kept.data is not None
-            segment = self._own_memory(kept.step, kept.replica)
-            _bytes_of(segment)[:] = kept.data
-        self._of[kept.step, kept.replica] = segment, kept.present
+            memory = self._own_memory(kept.step, kept.replica)
+            _bytes_of(memory)[:] = kept.data
+        self._of[kept.step, kept.replica] = memory, kept.present
 
     @torch.no_grad()
     def show_mean(self, step: int) -> None:
         """Sets ``param.grad`` to the mean over the logical replicas, and the buffers to those of the first one."""
         terms = [self._of[step, replica] for replica in range(self._replicas)]
-        views = [self._views(segment) for segment, _ in terms]
-        for index, param in enumerate(self._params):
-            found = [each[index] for each, (_, present) in zip(views, terms, strict=True) if present[index]]
-            if not found:
-                param.grad = None
-                continue
-            grad = self._grads[index] if self._grads[index] is not None else torch.empty_like(param)
-            total = local_tensor(grad)
-            total.copy_(found[0])
-            for term in found[1:]:
-                total.add_(term)
-            total.div_(self._replicas)
-            param.grad = grad
-        for buffer, before, view in zip(self._buffers, self._before, views[0][len(self._params) :], strict=True):
-            buffer.copy_(view)
-            before.copy_(view)
+        for index in range(len(self._params)):
+            found = [memory.views[index] for memory, present in terms if present[index]]
+            total = self._show_gradient(index, bool(found))
+            if total is not None:
+                total.copy_(found[0])
+                for term in found[1:]:
+                    total.add_(term)
+                total.div_(self._replicas)
+        self._show_buffers(terms[0][0])
 
     @torch.no_grad()
     def pack_mean(self) -> tuple[bytes, tuple[bool, ...]]:
         """The gradients that :meth:`show_mean` has just set, and the buffers; and which parameters have one."""
-        segment = Segment.create(self._nbytes)
+        memory = self._laid_out(Segment.reserve(self._nbytes))
         present = tuple(param.grad is not None for param in self._params)
         values = [None if param.grad is None else local_tensor(param.grad) for param in self._params]
-        for value, view in zip((*values, *self._buffers), self._views(segment), strict=True):
+        for value, view in zip((*values, *self._buffers), memory.views, strict=True):
             if value is not None:
                 view.copy_(value)
-        return bytes(_bytes_of(segment)), present
+        return bytes(_bytes_of(memory)), present
 
     @torch.no_grad()
     def show_packed(self, data: bytes, present: Sequence[bool]) -> None:
         """Sets ``param.grad`` and the buffers to what another process has packed."""
-        segment = Segment.create(self._nbytes)
-        _bytes_of(segment)[:] = data
-        views = self._views(segment)
-        for param, is_there, view in zip(self._params, present, views, strict=False):
-            param.grad = torch.empty_like(param) if is_there else None
-            if param.grad is not None:
-                local_tensor(param.grad).copy_(view)
-        for buffer, before, view in zip(self._buffers, self._before, views[len(self._params) :], strict=True):
-            buffer.copy_(view)
-            before.copy_(view)
+        memory = self._laid_out(Segment.reserve(self._nbytes))
+        _bytes_of(memory)[:] = data
+        for index, is_there in enumerate(present):
+            values = self._show_gradient(index, is_there)
+            if values is not None:
+                values.copy_(memory.views[index])
+        self._show_buffers(memory)
 
     def note_buffers(self) -> None:
-        """The buffers have other values now: those from before the next step."""
+        """Notes the values of the buffers as those from before the next step."""
         for buffer, before in zip(self._buffers, self._before, strict=True):
             before.copy_(buffer)
+
+    def _show_gradient(self, index: int, is_there: bool) -> torch.Tensor | None:
+        """Gives a parameter a gradient or none. Returns this rank's part of it, which has yet to be written."""
+        if is_there and self._grads[index] is None:
+            self._grads[index] = torch.empty_like(self._params[index])
+        self._params[index].grad = self._grads[index] if is_there else None
+        return local_tensor(self._grads[index]) if is_there else None
+
+    def _show_buffers(self, memory: _Memory) -> None:
+        for buffer, view in zip(self._buffers, memory.views[len(self._params) :], strict=True):
+            buffer.copy_(view)
+        self.note_buffers()
 
     def forget(self, step: int) -> None:
         """Forgets the gradients of a step that has been taken."""
         for key in [key for key in self._of if key[0] <= step]:
             del self._of[key]
 
-    def _own_memory(self, step: int, replica: int) -> Segment:
+    def _own_memory(self, step: int, replica: int) -> _Memory:
         key = replica, step % 2
         if key not in self._own:
-            self._own[key] = Segment.create(self._nbytes)
+            self._own[key] = self._laid_out(Segment.create(self._nbytes))
         return self._own[key]
 
-    def _note(self, step: int, replica: int, segment: Segment, present: tuple[bool, ...]) -> Kept:
-        self._of[step, replica] = segment, present
-        return Kept(step, replica, present, host_id(), segment.address)
+    def _note(self, step: int, replica: int, memory: _Memory, present: tuple[bool, ...]) -> Kept:
+        self._of[step, replica] = memory, present
+        return Kept(step, replica, present, host_id(), memory.segment.address)
 
     def with_data(self, kept: Kept) -> Kept:
         """The same, with the gradients themselves, for another host."""
         return kept._replace(data=bytes(_bytes_of(self._of[kept.step, kept.replica][0])))
 
-    def _views(self, segment: Segment) -> list[torch.Tensor]:
-        shapes = [each.shape for each in (*self._locals, *self._buffers)]
-        return [
-            segment.tensor(start, shape.numel(), dtype).view(shape)
-            for start, shape, dtype in zip(self._starts, shapes, self._dtypes, strict=True)
-        ]
+    def _laid_out(self, segment: Segment) -> _Memory:
+        return _Memory(
+            segment, [segment.tensor(at, size.numel(), dtype).view(size) for at, size, dtype in self._layout]
+        )
 
 
-def _bytes_of(segment: Segment) -> memoryview:
-    return memoryview(segment.memory).cast("B")
+def _bytes_of(memory: _Memory) -> memoryview:
+    return memoryview(memory.segment.memory).cast("B")

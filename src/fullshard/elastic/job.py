@@ -39,6 +39,7 @@ from fullshard.elastic.messages import (
 from fullshard.elastic.rows import Row, arrange, shard_for
 from fullshard.elastic.state import load_state, pack_state
 from fullshard.policies import expect
+from fullshard.schedule.schedule import Schedule
 from fullshard.torch_private import launched
 from fullshard.watch.connections import connected_sockets
 
@@ -69,7 +70,12 @@ class Job:
     def __init__(self, replicas: int, seed: int, directory: str | Path | None) -> None:
         self.replicas, self.seed, self.step, self.has_left = replicas, seed, 0, False
         self._changed = threading.Condition(threading.RLock())
+        self._schedule: Schedule | None = None  # of the model
         self._row: Row = ()  # whose process group this process is in
+        self._row_connections: Collection[tuple[str, str]] = ()  # of the backend between the processes of the row
+        self._first = 0  # the step from which on this process is a member
+        self._number = 0  # of the membership that this process has acted on
+        self._mean: tuple[bytes, tuple[bool, ...]] | None = None  # of the step that ends, for those that follow
         self._stores: dict[tuple[Row, int], tuple[str, int]] = {}
         self._orders: list[RunOrder] = []
         self._has: dict[tuple[int, int], Has] = {}  # by the membership and the process
@@ -165,7 +171,7 @@ class Job:
             raise ValueError(f"replicas is {self.replicas}, but the running job has {welcome.replicas}")
         self.seed, self._last_number, self._number = welcome.seed, welcome.number, -1
         self.rank, self.shard, self.size = welcome.number, welcome.shard, welcome.size
-        self.shards, self._sources = welcome.size // welcome.replicas, welcome.stands_by
+        self.shards, self._sources = welcome.size // welcome.replicas, welcome.sources
         self._agreement = Agreement(self.rank, self.shards, self.replicas)
         self._connections = self._open(key)
         for process in self._connections.connect(welcome.addresses, _ANSWER):
@@ -310,11 +316,6 @@ class Job:
             self._agreement.complete()
             self._after_agreement()
 
-    _row_connections: Collection[tuple[str, str]] = ()  # of the backend between the processes of the row
-    _first = 0  # the step from which on this process is a member
-    _number = 0  # of the membership that this process has acted on
-    _mean: tuple[bytes, tuple[bool, ...]] | None = None  # of the step that ends, for those that follow
-
     def _after_agreement(self) -> None:
         """Sends what the agreement wants to send. If there is a new membership, tells what this process has."""
         outbox, self._agreement.outbox = self._agreement.outbox, []
@@ -330,7 +331,7 @@ class Job:
         if self.rank in membership.joined:
             self._first = membership.step
             self._publish()
-        if self._row and self._find_row() != self._row:
+        if self._row and self._is_in_other_row(self._row):
             self._cut_row()
         took = max((time.monotonic() - when for when in self._noticed.values()), default=0.0)
         self._noticed.clear()
@@ -387,6 +388,10 @@ class Job:
 
     def _find_row(self) -> Row:
         return next((row for row in self._agreement.membership.rows if self.rank in row), ())
+
+    def _is_in_other_row(self, row: Row) -> bool:
+        """Whether the membership has another row for this process than ``row``, or none."""
+        return self._find_row() != row
 
     def _cut_row(self) -> None:
         """Ends the waits of training for processes of a row that is no more: some may be stopped, not ended."""

@@ -52,7 +52,7 @@ class Welcome(NamedTuple):
     replicas: int
     seed: int
     addresses: dict[int, tuple[str, int]]
-    stands_by: tuple[int, ...]  # members of its shard, those without a row first
+    sources: tuple[int, ...]  # members that have its shard, those without a row first
 
 
 class Fetch(NamedTuple):

@@ -10,7 +10,6 @@ of other rows. So a loss elsewhere leaves a row as it is, and a new row means a 
 
 from __future__ import annotations
 
-import logging
 import random
 import signal
 import time
@@ -40,8 +39,6 @@ from fullshard.policies import expect
 from fullshard.schedule.unit import schedule_of
 from fullshard.torch_private import init_fake_group, make_store
 from fullshard.watch.connections import connected_sockets
-
-_log = logging.getLogger("fullshard")
 
 
 class MicroBatch(NamedTuple):
@@ -88,7 +85,7 @@ class Elastic(Job):
         replicas: how many logical replicas there are; a divisor of the number of processes. A shard outlives
             ``replicas - 1`` of its processes.
         seed: of the random numbers. Each micro-batch begins with a state of torch's generators and of Python's
-            that depends on the seed, the step, the logical rank and the index only.
+            that depends on the seed, the step, the logical rank and the number of the micro-batch only.
         directory: where members write down how to reach them, which all processes of the job see. A process that finds
             a member there joins the running job, whatever its launcher says. Without one, nobody can join.
 
@@ -215,10 +212,7 @@ class Elastic(Job):
                 self._row = row
                 return
             with self._changed:
-                self.wait_for(partial(self._has_left, row), "a membership without a lost process")
-
-    def _has_left(self, row: Row) -> bool:
-        return self._find_row() != row
+                self.wait_for(partial(self._is_in_other_row, row), "a membership without a lost process")
 
     def _leave_row(self) -> None:
         self._row = ()
@@ -226,7 +220,7 @@ class Elastic(Job):
             self._orders.clear()
             self._ordered.clear()
         if dist.is_initialized():
-            if getattr(self, "_schedule", None) is not None:
+            if self._schedule is not None:
                 self._schedule.reset()
             with suppress(Exception):
                 dist.destroy_process_group()
@@ -255,6 +249,7 @@ class Elastic(Job):
     def _use_process_group(self, process_group: Any) -> None:
         """Lets the model shard over another process group of the same size."""
         schedule, is_first = self._schedule, self._number == 0
+        assert schedule is not None
         checks = schedule.checks if is_first else []
         for group in schedule.groups:
             transport = select_transport(process_group, group.device)
@@ -273,7 +268,7 @@ class Elastic(Job):
         found: list[int] = []
 
         def is_known() -> bool:
-            if self._find_row() != self._row:
+            if self._is_in_other_row(self._row):
                 return True
             if self._row and self._row[0] == self.rank:
                 self._give_order(step)
@@ -389,8 +384,9 @@ class Elastic(Job):
             return False
         row, deadline = self._row, time.monotonic() + PATIENCE
         with self._changed:
-            self.wait_for(lambda: self._find_row() != row or time.monotonic() > deadline, "news of a lost process")
-        if self._find_row() == row:
+            has_changed = partial(self._is_in_other_row, row)
+            self.wait_for(lambda: has_changed() or time.monotonic() > deadline, "news of a lost process")
+        if not has_changed():
             return False
         self._leave_row()
         return True

@@ -7,7 +7,7 @@ code (``torch.load`` with ``weights_only=True``).
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,17 +20,16 @@ from fullshard.group.parameter import local_tensor
 
 def pack_state(model: nn.Module, optimizer: Optimizer, more: Mapping[str, Any]) -> bytes:
     """What this process has of a model and its optimizer, and the state dicts of ``more``. Called between steps."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    state = [
-        {name: (isinstance(value, DTensor), _detached(value)) for name, value in optimizer.state.get(param, {}).items()}
-        for param in params
-    ]
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    of_optimizer = optimizer.state_dict()
+    state = {
+        number: {name: (isinstance(value, DTensor), _detached(value)) for name, value in values.items()}
+        for number, values in of_optimizer["state"].items()
+    }
     packed = {
         "parameters": [_detached(param) for param in model.parameters()],
         "buffers": [*model.buffers()],
         "state": state,
-        "groups": groups,
+        "groups": of_optimizer["param_groups"],
         "more": {name: each.state_dict() for name, each in more.items()},
     }
     data = io.BytesIO()
@@ -47,16 +46,11 @@ def load_state(data: bytes, model: nn.Module, optimizer: Optimizer, more: Mappin
     for buffer, values in zip(model.buffers(), packed["buffers"], strict=True):
         buffer.copy_(values)
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    state: dict[int, dict[str, Any]] = {}
-    for number, (param, values) in enumerate(zip(params, packed["state"], strict=True)):
-        if values:
-            state[number] = {name: _like(param, *value) for name, value in values.items()}
-    numbers = iter(range(len(params)))
-    groups: Sequence[dict[str, Any]] = [
-        {**group, "params": [next(numbers) for _ in own["params"]]}
-        for group, own in zip(packed["groups"], optimizer.param_groups, strict=True)
-    ]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    state = {
+        number: {name: _like(params[number], *value) for name, value in values.items()}
+        for number, values in packed["state"].items()
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": packed["groups"]})
     for name, each in more.items():
         each.load_state_dict(packed["more"][name])
 

@@ -82,12 +82,7 @@ class Schedule:
         self.has_streams = not is_host(device)
         self._starts_early = is_host(device) and any(each.full.source.starts_ahead for each in self.groups)
         used = [each for group in self.groups for each in (group.data.shard_group, group.data.replicate_group)]
-        self._process_groups = list(dict.fromkeys(each for each in used if each is not None))
-        self.comm = CommContext(device)
-        self.step = Step(self.begin_backward)
-        self.step.log = self.log = StepLog(device, self.step, self._process_groups)
-        self.passes = Passes()
-        self.order: Order[ParamGroup] = Order()
+        self._count_anew(list(dict.fromkeys(each for each in used if each is not None)))
         #: Checks the gradients of a group, before or after they are reduced; see :mod:`fullshard.finite`.
         self.inspect: Callable[[ParamGroup, bool], None] | None = None
         self.prefetch_limit: int | None = 1  # groups; ``None``: as many as fit into so many bytes of full buffers
@@ -124,14 +119,18 @@ class Schedule:
             largest = max([group.full.buffer.nbytes for group in self.groups], default=0)
             keep_freed(self, 2 * sum(group.shard.nbytes for group in self.groups) + 4 * largest)
 
+    def _count_anew(self, process_groups: list[dist.ProcessGroup]) -> None:
+        self._process_groups, self.comm = process_groups, CommContext(self.device)
+        self.step, self.passes = Step(self.begin_backward), Passes()
+        self.step.log = self.log = StepLog(self.device, self.step, process_groups)
+        self.order: Order[ParamGroup] = Order()
+
     def begin_over(self, process_group: dist.ProcessGroup, steps: int) -> None:
         """Count passes from 0 and steps from ``steps``, over a process group in the place of all others."""
-        self._process_groups, listeners = [process_group], self.log.listeners
-        self.step, self.passes, self.order = Step(self.begin_backward), Passes(), Order()
-        self.step.optimizer_steps = self.step.steps_before = steps
-        self.step.log = self.log = StepLog(self.device, self.step, self._process_groups)
+        listeners = self.log.listeners
+        self._count_anew([process_group])
         self.log.listeners = listeners
-        self.comm = CommContext(self.device)
+        self.step.optimizer_steps = self.step.steps_before = steps
         for group in self.groups:
             group.step = self.step
             group.use_comm_context(self.comm)
