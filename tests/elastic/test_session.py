@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import fully_shard
+from fullshard.comm import select
 from fullshard.elastic import Elastic
 from tests.elastic.__main__ import complaints, random_job, undisturbed
 from tests.elastic.jobs import Job, run
@@ -118,6 +120,16 @@ def test_a_step_without_the_optimizer_is_an_error(alone: Elastic) -> None:
         model(torch.randn(2, 4)).sum().backward()
     with pytest.raises(RuntimeError, match="the optimizer made no step in step 0"):
         step.__exit__(None, None, None)
+
+
+def test_a_closed_job_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        monkeypatch.setenv(name, value)
+    elastic = Elastic(replicas=1)
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    elastic.close()  # before anything began
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert select._simulated is None
 
 
 def test_an_error_of_the_user_is_not_swallowed(alone: Elastic) -> None:

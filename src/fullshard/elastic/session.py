@@ -14,7 +14,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -108,11 +108,13 @@ class Elastic(Job):
             raise RuntimeError("a process group exists already: make Elastic in place of calling init_process_group()")
         super().__init__(replicas, seed, directory)
         init_fake_group(self.shards, self.shard)
-        self._until_begin = simulated_transport(lambda _: CollectiveTransport())
-        self._until_begin.__enter__()
+        self._until_begin = ExitStack()
+        self._until_begin.enter_context(simulated_transport(lambda _: CollectiveTransport()))
+        self._until_close = ExitStack()
         with suppress(ValueError):  # not the main thread
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, lambda *_: self.leave())
+                self._until_close.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL)
 
     def begin(
         self,
@@ -150,7 +152,7 @@ class Elastic(Job):
                 self._add(kept)
         self._steps_before, self._state = 0, state or {}
         self._leave_row()  # collectives would do nothing
-        self._until_begin.__exit__(None, None, None)
+        self._until_begin.close()
         if self.is_joining:
             self._fetch()
         optimizer.register_step_post_hook(self._note_step)
@@ -197,6 +199,8 @@ class Elastic(Job):
             for process in self._agreement.members:
                 self._connections.send(process, Leaving())
         self._connections.close()
+        self._until_begin.close()  # if nothing began
+        self._until_close.close()
         self._leave_row()
 
     # -- rows ----------------------------------------------------------------------------------------------------------
