@@ -7,6 +7,8 @@ import gc
 import os
 from pathlib import Path
 
+_PROCESS = "anon_inode:[pidfd]"
+
 
 def mappings() -> int:
     """How many shared segments are mapped."""
@@ -15,9 +17,20 @@ def mappings() -> int:
 
 
 def open_files() -> int:
-    """How many files are open, without connections: watches of former process groups end theirs in their own time."""
-    opened = 0
+    """How many files are open, without those that a watch opens and closes in a time of its own: connections, the
+    processes that it watches (:func:`watched_processes`), and what it reads of ``/proc``.
+    """
+    return sum(not name.startswith(("socket:", "/proc/")) and name != _PROCESS for name in _names())
+
+
+def watched_processes() -> int:
+    """How many processes are held open."""
+    return _names().count(_PROCESS)
+
+
+def _names() -> list[str]:
+    names = []
     for file in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the listing of the folder itself
-            opened += not os.readlink(file).startswith("socket:")
-    return opened
+            names.append(os.readlink(file))
+    return names

@@ -13,6 +13,7 @@ from fullshard.watch import reports, watch
 from fullshard.watch.connections import StoreConnection
 from fullshard.watch.reports import Report, Reports
 from fullshard.watch.watch import Watch
+from tests.harness.held import watched_processes
 
 
 def test_a_report_about_an_earlier_process_group_is_not_read(watcher: Watch, store: Any, key: str) -> None:
@@ -61,6 +62,18 @@ def test_a_report_of_another_version_is_read_as_far_as_it_is_known(watcher: Watc
     for unknown in ('{"rank": 2}', "[2]", "no JSON"):
         store.set(f"{key}2", unknown)
         assert 2 not in watcher._reports.read([2])
+
+
+def test_a_process_is_held_open_once_until_the_end(watcher: Watch) -> None:
+    before = watched_processes()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        report = Report(1, process.pid, host_id())
+        assert not any(watcher._reports.has_ended(report) for _ in range(2))
+        assert watched_processes() == before + 1
+        process.kill()
+    assert watcher._reports.has_ended(report)
+    watcher._reports.close()
+    assert watched_processes() == before
 
 
 def test_the_age_of_a_killed_rank_s_last_report_is_told(watcher: Watch) -> None:
