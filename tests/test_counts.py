@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -151,7 +152,8 @@ def test_a_gather_takes_no_more_calls(world: World, transport: str) -> None:
 
 
 class Walk:
-    """What a reader of some work must follow: the code of the library that runs, in whichever thread."""
+    """What a reader of some work must follow: the code of the library that runs, in whichever thread, but for what the
+    garbage collector happens to end of other models."""
 
     def __init__(self) -> None:
         self.found: set[CodeType] = set()
@@ -159,6 +161,8 @@ class Walk:
         self._depths = threading.local()
 
     def __enter__(self) -> Walk:
+        gc.collect()
+        gc.disable()
         threading.setprofile(self._notice)
         sys.setprofile(self._notice)
         return self
@@ -166,6 +170,7 @@ class Walk:
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
+        gc.enable()
 
     def _notice(self, frame: FrameType, event: str, argument: object) -> None:
         if event in ("call", "return") and frame.f_code.co_filename.startswith(str(SOURCE)):
