@@ -6,42 +6,54 @@ import argparse
 import random
 import statistics
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-from tests.elastic.jobs import PLACES, Job, Result, run
+from tests.elastic.jobs import Fault, Job, Result, run
 
-_GRIDS = ((2, 2), (2, 2), (2, 2), (1, 2), (1, 3))  # shards by replicas
+_GRIDS = ((2, 2), (2, 2), (2, 2), (1, 2), (1, 3), (2, 3))  # shards by replicas
+_WEIGHTS = (4, 4, 4, 3, 4, 1)
 
 
 def random_job(seed: int) -> Job:
-    """A job in which up to three things happen: kills, stops, processes that are asked to leave, new processes."""
+    """A job in which some things happen: kills, sleeps, stops, processes that are asked to leave, new processes."""
     chosen = random.Random(seed)
-    shards, replicas = chosen.choice(_GRIDS)
-    size, faults, joins = shards * replicas, dict[int, list[tuple[int, str, str]]](), list[int]()
-    steps = chosen.choice((6, 10))
-    for _ in range(chosen.randint(1, 3)):
-        kind = chosen.choice(("SIGKILL", "SIGKILL", "SIGKILL", "SIGTERM", "SIGSTOP", "join"))
-        step = chosen.randrange(1, steps - 1)
+    shards, replicas = chosen.choices(_GRIDS, _WEIGHTS)[0]
+    size, faults, joins = shards * replicas, dict[int, list[Fault]](), list[int]()
+    steps, micro_batches = chosen.choice((6, 10)), chosen.choice((1, 2, 2, 3))
+    places = ["begin", "clip", "step", "stepped", "end"]
+    places += [f"{place} {n}" for place in ("forward", "inside", "backward") for n in range(micro_batches)]
+    step, place = 0, ""
+    for _ in range(chosen.choice((1, 2, 2, 3, 3, 4))):
+        kind = chosen.choices(("SIGKILL", "sleep", "SIGTERM", "SIGSTOP", "join"), (12, 5, 1, 1, 1))[0]
+        if not place or chosen.random() < 0.7:  # else with the fault before
+            step, place = chosen.randrange(steps), chosen.choice(places)
+            if chosen.random() < 0.25:
+                step, place = chosen.randrange(20 * steps), "time"
         if kind == "join":
             joins.append(chosen.randint(1, 2))
         else:
-            faults.setdefault(chosen.randrange(size), []).append((step, chosen.choice(PLACES), kind))
+            what = f"{chosen.choice((0.002, 0.02, 0.1, 0.5))}" if kind == "sleep" else kind
+            faults.setdefault(chosen.randrange(size), []).append((step, place, what))
     stops = any(fault[2] == "SIGSTOP" for each in faults.values() for fault in each)
-    pause = chosen.choice((0.0, 0.1))
+    pause = chosen.choice((0.0, 0.0, 0.1))
     if joins:  # a process needs some seconds to start
-        steps, pause = 10, 1.5
+        steps, pause = 10, 0.5
     transport = chosen.choice(("", "", "p2p", "collective"))
-    return Job(shards, replicas, steps, faults, sorted(joins), transport, pause, 4.0 if stops else 30.0)
+    silence = 4.0 if stops else 30.0
+    groups = chosen.choice(("blocks", "blocks", "whole"))
+    return Job(shards, replicas, steps, faults, sorted(joins), transport, pause, silence, micro_batches, groups)
 
 
 @cache
-def undisturbed(shards: int, replicas: int, steps: int) -> Result:
-    return run(Job(shards, replicas, steps))
+def undisturbed(shards: int, replicas: int, steps: int, micro_batches: int = 2, groups: str = "blocks") -> Result:
+    return run(Job(shards, replicas, steps, micro_batches=micro_batches, groups=groups))
 
 
 def complaints(job: Job, result: Result) -> list[str]:
     """What is wrong with the end of a job."""
-    clean, found = undisturbed(job.shards, job.replicas, job.steps), list[str]()
+    clean, found = undisturbed(job.shards, job.replicas, job.steps, job.micro_batches, job.groups), list[str]()
     expected = clean.digests(job.steps)
     if len(expected) != job.shards or any(len(each) != 1 for each in expected.values()):
         return [f"the undisturbed job ended with {expected}: {clean.errors}"]
@@ -59,7 +71,11 @@ def complaints(job: Job, result: Result) -> list[str]:
             found.append(f"process {rank} ended with {status}: {result.errors[rank][-1500:]}")
     if gave_up and any(each["step"] == job.steps for each in result.ends()):
         found.append(f"some processes ended, others gave up: {gave_up}")
-    is_left = any(not any("fault" in each for each in one) for one in result.said[:size])
+    hit = [any("fault" in each and each["fault"][2].startswith("SIG") for each in one) for one in result.said[:size]]
+    is_left = not all(hit)
+    stops = any(fault[2] == "SIGSTOP" for each in job.faults.values() for fault in each)
+    if gave_up and not stops and not any(all(hit[shard :: job.shards]) for shard in range(job.shards)):
+        found.append(f"no shard was lost, but some gave up: {gave_up}")
     if is_left and not gave_up and not result.digests(job.steps):
         found.append("no process made all steps")
     if result.digests(job.steps) and (missing := clean.ran() - result.ran()):
@@ -71,28 +87,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.elastic", description=__doc__)
     parser.add_argument("--programs", type=int, default=20)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="the job of this seed alone")
+    parser.add_argument("--at-once", type=int, default=1, help="jobs that run side by side")
     parser.add_argument("--show", action="store_true", help="print each job and what its processes logged")
     options = parser.parse_args()
-    failed, recoveries, lost = [], list[float](), 0
-    for seed in range(options.first_seed, options.first_seed + options.programs):
-        job = random_job(seed)
+    failed, recoveries, lost = list[int](), list[float](), 0
+    first, count = (options.first_seed, options.programs) if options.seed is None else (options.seed, 1)
+
+    def judge(seed: int) -> tuple[int, Job, Result, list[str], float]:
+        began, job = time.monotonic(), random_job(seed)
         result = run(job)
-        wrong = complaints(job, result)
-        lost += bool(result.lost(job.shards * job.replicas))
-        if job.silence >= 30:
-            recoveries += result.recoveries()
-        if wrong or options.show:
-            print(f"seed {seed}: {job}\n  " + "\n  ".join(wrong or ["right"]), flush=True)
-        if options.show:
-            print("\n".join(result.errors), *result.lost(), sep="\n")
-        if wrong:
-            failed.append(seed)
+        return seed, job, result, complaints(job, result), time.monotonic() - began
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for seed, job, result, wrong, took in pool.map(judge, range(first, first + count)):
+            lost += bool(result.lost(job.shards * job.replicas))
+            if job.silence >= 30:
+                recoveries += result.recoveries()
+            if wrong or options.show or took > 20:
+                print(f"seed {seed}, {took:.1f} s: {job}\n  " + "\n  ".join(wrong or ["right"]), flush=True)
+            if options.show:
+                print("\n".join(result.errors), *result.lost(), sep="\n")
+            if wrong:
+                failed.append(seed)
+                print(f"  again: python -m tests.elastic --seed {seed} --show", flush=True)
     ordered = sorted(recoveries)
     if ordered:
         worst = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
         half = statistics.median(ordered)
         print(f"from a kill to the next step: median {half:.2f} s, p99 {worst:.2f} s, of {len(ordered)}")
-    print(f"{options.programs} programs, {len(failed)} failed {failed}; {lost} could not be survived")
+    print(f"{count} programs, {len(failed)} failed {failed}; {lost} could not be survived")
     return bool(failed)
 
 

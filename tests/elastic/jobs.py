@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-Fault = tuple[int, str, str]  # a step, a place in it, and the name of a signal
-PLACES = ("begin", "forward 0", "backward 0", "forward 1", "backward 1", "clip", "step", "end")
+from tests.elastic.program import train
+
+Fault = tuple[int, str, str]  # a step, a place in it, and what happens: see :mod:`tests.elastic.program`
+
+_context = multiprocessing.get_context("forkserver")
+# What a process would import at its start, at its first DTensor, and (pytest) because it is the program of its parent.
+_context.set_forkserver_preload(["tests.elastic.jobs", "torch._dynamo", "pytest"])
 
 
 @dataclass
@@ -34,6 +40,8 @@ class Job:
     transport: str = ""
     pause: float = 0.0
     silence: float = 30.0
+    micro_batches: int = 2
+    groups: str = "blocks"
 
 
 @dataclass
@@ -80,16 +88,23 @@ def run(job: Job, limit: float = 90.0) -> Result:
             processes.append(_start(job, directory, port, len(processes)))
         while time.monotonic() < deadline and any(_runs(each) for each in processes):
             time.sleep(0.05)
-        for process in processes:
-            is_stopped = _state(process) == "T"
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-            process.wait()
-            if is_stopped:
-                process.returncode = -signal.SIGSTOP
+        statuses = [_end(process) for process in processes]
         outputs = [_lines(f"{directory}/{rank}.out") for rank in range(len(processes))]
         errors = [_read(f"{directory}/{rank}.err") for rank in range(len(processes))]
-    return Result([process.returncode for process in processes], outputs, errors)
+    return Result(statuses, outputs, errors)
+
+
+def _end(process: ForkServerProcess) -> int:
+    """The status of a process. One that still runs tells where its threads are, and is killed."""
+    assert process.pid is not None
+    is_stopped = _state(process) == "T"
+    if process.is_alive():
+        if not is_stopped:
+            os.kill(process.pid, signal.SIGUSR2)
+            time.sleep(1)
+        process.kill()
+    process.join()
+    return -signal.SIGSTOP if is_stopped else process.exitcode or 0
 
 
 def _free_port() -> int:
@@ -97,15 +112,22 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _start(job: Job, directory: str, port: int, rank: int) -> subprocess.Popen[bytes]:
-    faults = job.faults.get(rank, ())
+def _start(job: Job, directory: str, port: int, rank: int) -> ForkServerProcess:
     plan = {"steps": job.steps, "replicas": job.replicas, "directory": f"{directory}/members", "pause": job.pause}
-    env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(job.shards * job.replicas), "OMP_NUM_THREADS": "1"}
+    plan |= {"faults": job.faults.get(rank, ()), "micro_batches": job.micro_batches, "groups": job.groups}
+    env = {"RANK": str(rank), "WORLD_SIZE": str(job.shards * job.replicas), "FULLSHARD_TRANSPORT": job.transport}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FULLSHARD_HANG_TIMEOUT": str(job.silence)}
-    env |= {"FULLSHARD_TRANSPORT": job.transport, "PYTHONHASHSEED": "0"}
-    command = [sys.executable, "-m", "tests.elastic.program", json.dumps({**plan, "faults": faults})]
-    with open(f"{directory}/{rank}.out", "wb") as out, open(f"{directory}/{rank}.err", "wb") as err:
-        return subprocess.Popen(command, env=env, stdout=out, stderr=err)
+    process = _context.Process(target=_run_process, args=(plan, env, f"{directory}/{rank}"))
+    process.start()
+    return process
+
+
+def _run_process(plan: Mapping[str, Any], env: Mapping[str, str], files: str) -> None:
+    os.environ.update(env)
+    for output, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{files}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), output)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    train(plan)
 
 
 def _wait_for_step(file: str, number: int, deadline: float) -> None:
@@ -116,6 +138,8 @@ def _wait_for_step(file: str, number: int, deadline: float) -> None:
 
 
 def _read(file: str) -> str:
+    if not os.path.exists(file):  # its process has not begun yet
+        return ""
     with open(file, encoding="utf-8", errors="replace") as read:
         return read.read()
 
@@ -124,12 +148,12 @@ def _lines(file: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in _read(file).splitlines() if line.startswith("{") and line.endswith("}")]
 
 
-def _state(process: subprocess.Popen[bytes]) -> str:
+def _state(process: ForkServerProcess) -> str:
     try:
         return _read(f"/proc/{process.pid}/stat").rpartition(") ")[2][:1]
     except OSError:
         return ""
 
 
-def _runs(process: subprocess.Popen[bytes]) -> bool:
-    return process.poll() is None and _state(process) != "T"
+def _runs(process: ForkServerProcess) -> bool:
+    return process.is_alive() and _state(process) != "T"

@@ -1,7 +1,10 @@
 """A program that trains on an elastic job, and what goes wrong in it: run by :mod:`tests.elastic.jobs`.
 
-Its one argument is JSON: ``steps``, ``replicas``, ``directory``, ``pause`` (seconds between steps), and ``faults``:
-triples of a step, a place and a signal. Prints a line of JSON for each micro-batch, each step, each fault and the end.
+Its one argument is JSON: ``steps``, ``replicas``, ``directory``, ``pause`` (seconds between steps), ``micro_batches``,
+``groups`` (which modules are a group of their own) and ``faults``: triples of a step, a place and what happens there, a
+signal or the seconds that the process sleeps. At the place ``time`` it happens in another thread, so many milliseconds
+after the process has begun to train as the first number says. Prints a line of JSON for each micro-batch, each step,
+each fault and the end.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -54,15 +59,30 @@ def tell(**said: Any) -> None:
     os.write(1, (json.dumps({**said, "time": time.time()}) + "\n").encode())
 
 
-def main() -> None:
-    plan = json.loads(sys.argv[1])
+def train(plan: Mapping[str, Any]) -> None:
     faults = [tuple(each) for each in plan["faults"]]
+    running = [0, 0]  # the step and the number of the micro-batch
+
+    def do(what: str) -> None:
+        if what.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, what))
+        else:
+            time.sleep(float(what))
 
     def at(step: int, place: str) -> None:
         for fault in [each for each in faults if each[:2] == (step, place)]:
             faults.remove(fault)
             tell(fault=fault)
-            os.kill(os.getpid(), getattr(signal, fault[2]))
+            do(fault[2])
+
+    def begin_timers() -> None:
+        for fault in [each for each in faults if each[1] == "time"]:
+            timer = threading.Timer(fault[0] / 1000, lambda fault=fault: (tell(fault=fault), do(fault[2])))
+            timer.daemon = True
+            timer.start()
+
+    def inside(*_: Any) -> None:
+        at(running[0], f"inside {running[1]}")
 
     def backward(step: int, number: int, _: torch.Tensor) -> None:
         at(step, f"backward {number}")
@@ -70,13 +90,16 @@ def main() -> None:
     elastic = Elastic(replicas=plan["replicas"], directory=plan["directory"])
     torch.manual_seed(0)
     model = Model()
-    for block in model.blocks:
+    for block in model.blocks if plan["groups"] == "blocks" else ():
         fully_shard(block)
     fully_shard(model)
+    model.blocks[1].register_forward_pre_hook(inside)
+    micro_batches = plan["micro_batches"]
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     try:
-        elastic.begin(model, optimizer, micro_batches=2, state={"scheduler": scheduler})
+        elastic.begin(model, optimizer, micro_batches=micro_batches, state={"scheduler": scheduler})
+        begin_timers()
         for step in elastic.steps(plan["steps"]):
             time.sleep(plan["pause"])
             with step:
@@ -86,16 +109,20 @@ def main() -> None:
                     generator = torch.Generator().manual_seed(hash(micro_batch[:3]) % 2**31)
                     x = torch.randn(8, 16, generator=generator)
                     at(step.number, f"forward {micro_batch.number}")
-                    output = model(x, micro_batch.step % 2 == 0)
+                    running[:] = step.number, micro_batch.number
+                    replica = micro_batch.rank // elastic.shards
+                    output = model(x, (micro_batch.step + micro_batch.number + replica) % 3 == 0)
                     output.register_hook(partial(backward, step.number, micro_batch.number))
-                    output.square().mean().div(2).backward()
+                    output.square().mean().div(micro_batches).backward()
                 at(step.number, "clip")
                 step.clip_grad_norm_(0.1)
                 at(step.number, "step")
                 optimizer.step()
+                at(step.number, "stepped")
                 scheduler.step()
                 at(step.number, "end")
-            tell(step=step.number)
+            if elastic.step > step.number:  # it is not repeated
+                tell(step=step.number)
     except ElasticError as error:
         tell(error=str(error))
         os._exit(3)
@@ -108,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    train(json.loads(sys.argv[1]))
