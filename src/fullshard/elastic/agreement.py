@@ -123,7 +123,6 @@ class Agreement:
         step: the step that runs: all steps before it count here.
         candidates: processes that are no members and ask to be, with their shards.
         outbox: messages to send, each with its receiver, in this order.
-        has_lost_shards: the shards that a decision would leave to nobody.
     """
 
     def __init__(self, me: int, shards: int, replicas: int, membership: Membership | None = None) -> None:
@@ -135,7 +134,6 @@ class Agreement:
         self.suspected: set[int] = set()
         self.candidates: dict[int, int] = {}
         self.outbox: list[tuple[int, Message]] = []
-        self.has_lost_shards: list[int] = []
         self._is_complete = False  # whether all gradients of this step are there
         self._said: dict[int, set[int]] = {}  # which members are complete, by the step
         self._promised: Ballot = (0, -1)
@@ -148,6 +146,11 @@ class Agreement:
     @property
     def members(self) -> dict[int, int]:
         return self.membership.shard_of
+
+    @property
+    def lost_shards(self) -> list[int]:
+        """The shards that no member has any more. A step that counts already can still be made without them."""
+        return missing_shards(self.members, self._shards) if self.members else []
 
     @property
     def is_frozen(self) -> bool:
@@ -256,17 +259,14 @@ class Agreement:
             awaited = {*self.members, *self.candidates} - self.lost - self.suspected - promises.keys()
             if awaited or not self._is_quorum({process: each.lost for process, each in promises.items()}):
                 return
-            value = self._choose(promises)
-            if value is None:
-                return
-            proposal.value = value
+            proposal.value = value = self._choose(promises)
             message = Accept(self.membership.number, proposal.ballot, value)
             self._send(self.members, message)
             self.receive(self.me, message)
         elif self._is_quorum(proposal.accepts):
             self.receive(self.me, Decided(self.membership.number, proposal.value))
 
-    def _choose(self, promises: Mapping[int, Promise]) -> Membership | None:
+    def _choose(self, promises: Mapping[int, Promise]) -> Membership:
         """The membership to propose: what may have been decided already, or else the next one."""
         before = [each.accepted for each in promises.values() if each.accepted is not None]
         if before:
@@ -281,9 +281,6 @@ class Agreement:
             if behind == 0 or (behind == 1 and shard in members.values()):  # which sends it the gradients of that step
                 joined[process] = shard
         everyone = members | joined
-        self.has_lost_shards = missing_shards(everyone, self._shards)
-        if self.has_lost_shards:
-            return None
         rows = arrange(self.membership.rows, everyone, self._shards, self._replicas)
         return Membership(self.membership.number + 1, step, tuple(everyone.items()), rows, tuple(joined))
 

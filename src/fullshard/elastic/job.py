@@ -368,9 +368,9 @@ class Job:
                     f"process {self.rank} is no longer a member of the job: the others took it for lost, and go on "
                     f"without it. Start it again"
                 )
-            if agreement.has_lost_shards:
+            if agreement.lost_shards:
                 raise ElasticError(
-                    f"no process is left that has shard {', '.join(map(str, agreement.has_lost_shards))} of "
+                    f"no process is left that has shard {', '.join(map(str, agreement.lost_shards))} of "
                     f"{self.shards}: load the last checkpoint and start again. Left are processes "
                     f"{sorted({*agreement.members} - agreement.lost)}"
                 )
