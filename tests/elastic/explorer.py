@@ -326,7 +326,8 @@ class Explorer:
         of = value.shard_of
         placed = [process for row in value.rows for process in row]
         demand(len(placed) == len({*placed}), "no process is in two rows")
-        demand(0 < len(value.rows) <= self.replicas, "there is a row, and no more than replicas")
+        demand(len(value.rows) <= self.replicas, "there are no more rows than replicas")
+        demand(bool(value.rows) != bool(missing_shards(of, self.shards)), "there is a row if all shards are")
         right = all([of.get(process) for process in row] == [*range(self.shards)] for row in value.rows)
         demand(right, "a row has one member for each shard")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from typing import Any
@@ -39,6 +40,25 @@ def test_messages_come_in_order_and_the_end_after_the_last() -> None:
     first.close()
     assert [second.heard.get(timeout=10) for _ in range(101)] == [*((0, n) for n in range(100)), (0, "ended")]
     second.close()
+
+
+def test_close_returns_after_the_last_message_was_sent() -> None:
+    first, second = pair()
+    for number in range(50):
+        first.send(1, (number, bytes(1 << 20)))
+    first.close()  # a process may end now
+    assert not any(writer.is_alive() for writer in first._writers)
+    assert [second.heard.get(timeout=10)[1][0] for _ in range(50)] == [*range(50)]
+    second.close()
+
+
+def test_close_does_not_wait_for_one_that_has_ended() -> None:
+    first, second = pair()
+    second.close()
+    assert first.heard.get(timeout=10) == (1, "ended")
+    began = time.monotonic()
+    first.close()
+    assert time.monotonic() - began < 1
 
 
 def test_a_new_process_is_told_what_it_needs_and_a_stranger_nothing() -> None:

@@ -50,7 +50,7 @@ def test_a_lost_shard_is_an_error_that_names_it() -> None:
     result = run(job)
     assert result.statuses[0] == result.statuses[2] == -9
     assert {result.statuses[1], result.statuses[3]} == {3}
-    assert any("no process is left that has shard 0 of 2" in error for error in result.lost())
+    assert all("no process is left that has shard 0 of 2" in error for error in result.lost())
 
 
 def test_a_process_joins_and_one_leaves() -> None:
