@@ -430,10 +430,6 @@ def init_fake_group(size: int, rank: int) -> None:
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
 
 
-#: A store of key and values that one process serves.
-make_store: Callable[..., Any] = dist.TCPStore  # type: ignore[attr-defined]
-
-
 def launched() -> tuple[Any, int, int]:
     """The store of the processes that a launcher started together, the rank of this one, and their number. Raises
     ValueError if no launcher did."""

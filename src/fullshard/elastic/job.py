@@ -30,7 +30,7 @@ from fullshard.elastic.messages import (
     Followed,
     Has,
     Leaving,
-    RowStore,
+    RowValue,
     RunOrder,
     ShardState,
     Square,
@@ -76,7 +76,7 @@ class Job:
         self._first = 0  # the step from which on this process is a member
         self._number = 0  # of the membership that this process has acted on
         self._mean: tuple[bytes, tuple[bool, ...]] | None = None  # of the step that ends, for those that follow
-        self._stores: dict[tuple[Row, int], tuple[str, int]] = {}
+        self._row_values: dict[tuple[Row, str], bytes] = {}
         self._orders: list[RunOrder] = []
         self._has: dict[tuple[int, int], Has] = {}  # by the membership and the process
         self._squares: dict[tuple[int, int], float] = {}  # by the step and the shard
@@ -258,8 +258,8 @@ class Job:
                 self._orders.append(message)
             elif isinstance(message, Has):
                 self._has[message.number, sender] = message
-            elif isinstance(message, RowStore):
-                self._stores[message.row, message.number] = message.address
+            elif isinstance(message, RowValue):
+                self._row_values[message.row, message.key] = message.value
             elif isinstance(message, Square):
                 self._squares[message.step, message.shard] = message.total
             elif isinstance(message, Leaving):

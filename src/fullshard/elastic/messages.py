@@ -23,12 +23,12 @@ class Has(NamedTuple):
     replicas: tuple[int, ...]
 
 
-class RowStore(NamedTuple):
-    """Where the processes of a row find each other."""
+class RowValue(NamedTuple):
+    """What the backend of one process of a row tells those of the others, when they connect."""
 
     row: Row
-    number: int
-    address: tuple[str, int]
+    key: str
+    value: bytes
 
 
 class Square(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
@@ -32,13 +32,33 @@ from fullshard.comm.select import select_transport, simulated_transport
 from fullshard.comm.waits import PeerFailureError
 from fullshard.elastic.gradients import KeptGradients
 from fullshard.elastic.job import PATIENCE, Job, RepeatStep
-from fullshard.elastic.messages import Followed, Leaving, RowStore, RunOrder, Square
+from fullshard.elastic.messages import Followed, Leaving, RowValue, RunOrder, Square
 from fullshard.elastic.rows import Row, replicas_of
 from fullshard.group.parameter import local_tensor
 from fullshard.policies import expect
 from fullshard.schedule.unit import schedule_of
-from fullshard.torch_private import init_fake_group, make_store
+from fullshard.torch_private import init_fake_group
 from fullshard.watch.connections import connected_sockets
+
+_CONNECTING = timedelta(seconds=10)  # in which processes of a row connect, once each has its address
+
+
+class _RowStore(dist.Store):
+    """The store of a row: values travel over the connections of the job, so that no wait outlives a process."""
+
+    def __init__(self, set_value: Callable[[str, bytes], None], get_value: Callable[[str], bytes]) -> None:
+        super().__init__()
+        self._set_value, self._get_value = set_value, get_value
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._set_value(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._get_value(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self._get_value(key)
 
 
 class MicroBatch(NamedTuple):
@@ -230,25 +250,27 @@ class Elastic(Job):
                 dist.destroy_process_group()
 
     def _enter_row(self, row: Row) -> None:
-        number, timeout = self._agreement.membership.number, timedelta(seconds=PATIENCE)
-        if row[0] == self.rank:
-            host = self._connections.address[0]
-            store = make_store(host, 0, self.shards, is_master=True, wait_for_workers=False, timeout=timeout)
-            for process in row[1:]:
-                self._connections.send(process, RowStore(row, number, (host, store.port)))
-        else:
-            lost, stores = self._agreement.lost, self._stores
-            with self._changed:
-                self.wait_for(lambda: lost.intersection(row) or any(key[0] == row for key in stores), "its row")
-                found = [key for key in stores if key[0] == row]
-                if not found:
-                    raise RuntimeError(f"a process of row {row} has ended")
-                host, port = stores[max(found)]
-            store = make_store(host, port, self.shards, is_master=False, timeout=timeout)
         before = {ends for _, ends in connected_sockets()}
-        dist.init_process_group("gloo", store=store, rank=self.shard, world_size=self.shards)
+        store = _RowStore(partial(self._set_value, row), partial(self._get_value, row))
+        dist.init_process_group("gloo", store=store, rank=self.shard, world_size=self.shards, timeout=_CONNECTING)
+        dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(dist.default_pg_timeout)
         self._row_connections = {ends for _, ends in connected_sockets()} - before
         self._use_process_group(dist.group.WORLD)
+
+    def _set_value(self, row: Row, key: str, value: bytes) -> None:
+        with self._changed:
+            self._row_values[row, key] = value
+            for process in row:
+                self._connections.send(process, RowValue(row, key, value))
+
+    def _get_value(self, row: Row, key: str) -> bytes:
+        """Waits for a value, as long as the row is one. Raises RuntimeError after that."""
+        values = self._row_values
+        with self._changed:
+            self.wait_for(lambda: (row, key) in values or self._find_row() != row or self._gone() & {*row}, "its row")
+            if (row, key) not in values:
+                raise RuntimeError(f"a process of row {row} has ended")
+            return values[row, key]
 
     def _use_process_group(self, process_group: Any) -> None:
         """Lets the model shard over another process group of the same size."""
