@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from itertools import repeat
 from operator import add, attrgetter, contains
@@ -428,6 +429,13 @@ def init_fake_group(size: int, rank: int) -> None:
 
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+
+
+def init_gloo(store: Any, rank: int, size: int, connecting: timedelta) -> None:
+    """Make a default process group of gloo whose processes connect within a time, or RuntimeError is raised."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=connecting)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    backend._set_default_timeout(dist.default_pg_timeout)
 
 
 def launched() -> tuple[Any, int, int]:

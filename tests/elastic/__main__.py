@@ -67,6 +67,8 @@ def complaints(job: Job, result: Result) -> list[str]:
         allowed = {0} | {-9 for each in signals if each == "SIGKILL"} | {-19 for each in signals if each == "SIGSTOP"}
         if gave_up or rank >= size:  # a process may be too late to join
             allowed |= {3}
+        if gave_up and rank >= size:  # it finds no job, and waits for a launcher
+            allowed |= {-9}
         if status not in allowed:
             found.append(f"process {rank} ended with {status}: {result.errors[rank][-1500:]}")
     if gave_up and any(each["step"] == job.steps for each in result.ends()):

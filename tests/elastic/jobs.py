@@ -84,7 +84,7 @@ def run(job: Job, limit: float = 90.0) -> Result:
         deadline = time.monotonic() + limit
         processes = [_start(job, directory, port, rank) for rank in range(size)]
         for joins in job.joins:
-            _wait_for_step(f"{directory}/0.out", joins, deadline)
+            _wait_for_step([f"{directory}/{rank}.out" for rank in range(size)], joins, processes, deadline)
             processes.append(_start(job, directory, port, len(processes)))
         while time.monotonic() < deadline and any(_runs(each) for each in processes):
             time.sleep(0.05)
@@ -130,9 +130,9 @@ def _run_process(plan: Mapping[str, Any], env: Mapping[str, str], files: str) ->
     train(plan)
 
 
-def _wait_for_step(file: str, number: int, deadline: float) -> None:
-    while time.monotonic() < deadline:
-        if sum("step" in each and "ended" not in each for each in _lines(file)) >= number:
+def _wait_for_step(files: Sequence[str], number: int, running: Sequence[ForkServerProcess], deadline: float) -> None:
+    while time.monotonic() < deadline and any(_runs(each) for each in running):
+        if any(sum("step" in each and "ended" not in each for each in _lines(file)) >= number for file in files):
             return
         time.sleep(0.05)
 

@@ -37,13 +37,13 @@ from fullshard.elastic.rows import Row, replicas_of
 from fullshard.group.parameter import local_tensor
 from fullshard.policies import expect
 from fullshard.schedule.unit import schedule_of
-from fullshard.torch_private import init_fake_group
+from fullshard.torch_private import init_fake_group, init_gloo
 from fullshard.watch.connections import connected_sockets
 
 _CONNECTING = timedelta(seconds=10)  # in which processes of a row connect, once each has its address
 
 
-class _RowStore(dist.Store):
+class _RowStore(dist.Store):  # type: ignore[name-defined]
     """The store of a row: values travel over the connections of the job, so that no wait outlives a process."""
 
     def __init__(self, set_value: Callable[[str, bytes], None], get_value: Callable[[str], bytes]) -> None:
@@ -252,8 +252,7 @@ class Elastic(Job):
     def _enter_row(self, row: Row) -> None:
         before = {ends for _, ends in connected_sockets()}
         store = _RowStore(partial(self._set_value, row), partial(self._get_value, row))
-        dist.init_process_group("gloo", store=store, rank=self.shard, world_size=self.shards, timeout=_CONNECTING)
-        dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(dist.default_pg_timeout)
+        init_gloo(store, self.shard, self.shards, _CONNECTING)
         self._row_connections = {ends for _, ends in connected_sockets()} - before
         self._use_process_group(dist.group.WORLD)
 
@@ -409,10 +408,14 @@ class Elastic(Job):
         if not is_loss or has_stepped:
             return False
         row, deadline = self._row, time.monotonic() + PATIENCE
+
+        def is_known() -> bool:  # while a change is under way, wait_for() says what it lacks
+            late = time.monotonic() > deadline and not self._agreement.is_frozen
+            return self._is_in_other_row(row) or late
+
         with self._changed:
-            has_changed = partial(self._is_in_other_row, row)
-            self.wait_for(lambda: has_changed() or time.monotonic() > deadline, "news of a lost process")
-        if not has_changed():
+            self.wait_for(is_known, "news of a lost process")
+        if not self._is_in_other_row(row):
             return False
         self._leave_row()
         return True
