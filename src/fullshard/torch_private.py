@@ -433,7 +433,12 @@ def init_fake_group(size: int, rank: int) -> None:
 
 def init_gloo(store: Any, rank: int, size: int, connecting: timedelta) -> None:
     """Make a default process group of gloo whose processes connect within a time, or RuntimeError is raised."""
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=connecting)
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=connecting)
+    except BaseException:  # the number of groups stays counted, and names keys: the next one would find no peer
+        init_fake_group(size, rank)
+        dist.destroy_process_group()
+        raise
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     backend._set_default_timeout(dist.default_pg_timeout)
 
