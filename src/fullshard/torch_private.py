@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from itertools import repeat
 from operator import add, attrgetter, contains
@@ -427,11 +426,10 @@ def init_fake_group(size: int, rank: int) -> None:
     """Make a default process group whose collectives move nothing."""
     import torch.testing._internal.distributed.fake_pg  # makes the backend known  # noqa: F401
 
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)  # type: ignore[attr-defined]
 
 
-def init_gloo(store: Any, rank: int, size: int, connecting: timedelta) -> None:
+def init_gloo(store: Any, rank: int, size: int, connecting: Any) -> None:
     """Make a default process group of gloo whose processes connect within a time, or RuntimeError is raised."""
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=connecting)
