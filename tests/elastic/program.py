@@ -1,10 +1,10 @@
 """A program that trains on an elastic job, and what goes wrong in it: run by :mod:`tests.elastic.jobs`.
 
 Its one argument is JSON: ``steps``, ``replicas``, ``directory``, ``pause`` (seconds between steps), ``micro_batches``,
-``groups`` (which modules are a group of their own) and ``faults``: triples of a step, a place and what happens there, a
-signal or the seconds that the process sleeps. At the place ``time`` it happens in another thread, so many milliseconds
-after the process has begun to train as the first number says. Prints a line of JSON for each micro-batch, each step,
-each fault and the end.
+``groups`` (which modules are a group of their own), ``host`` (a pretended one) and ``faults``: triples of a step, a
+place and what happens there, a signal or the seconds that the process sleeps. At the place ``time`` it happens in
+another thread, so many milliseconds after the process has begun to train as the first number says. Prints a line of
+JSON for each micro-batch, each step, each fault and the end.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import fully_shard
+from fullshard import fully_shard, platforms
 from fullshard.elastic import Elastic, ElasticError
+from fullshard.figures import listen
+from fullshard.schedule.unit import schedule_of
 
 torch.set_num_threads(1)
 
@@ -87,6 +89,7 @@ def train(plan: Mapping[str, Any]) -> None:
     def backward(step: int, number: int, _: torch.Tensor) -> None:
         at(step, f"backward {number}")
 
+    platforms.pretended_host = plan["host"]
     elastic = Elastic(replicas=plan["replicas"], directory=plan["directory"])
     torch.manual_seed(0)
     model = Model()
@@ -99,6 +102,7 @@ def train(plan: Mapping[str, Any]) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     try:
         elastic.begin(model, optimizer, micro_batches=micro_batches, state={"scheduler": scheduler})
+        listen(schedule_of(model, "train"), lambda figures: tell(figures=figures))
         begin_timers()
         for step in elastic.steps(plan["steps"]):
             time.sleep(plan["pause"])

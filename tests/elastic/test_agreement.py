@@ -129,18 +129,21 @@ def test_the_explorer_finds_a_rule_that_is_missing(mutation: Any, monkeypatch: p
         explorer.explore(200_000)
 
 
-def test_a_process_that_answers_is_suspected_no_more() -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_process_that_answers_is_suspected_no_more_unless_it_hangs(hangs: bool) -> None:
     first = Membership(0, 0, ((0, 0), (1, 0)), ((0,), (1,)))
     here, there = Agreement(0, 1, 2, first), Agreement(1, 1, 2, first)
-    here.suspect(1)
+    here.suspect(1, hangs=hangs)
     for _ in range(4):
         for process, other in ((here, there), (there, here)):
             sent, process.outbox = process.outbox, []
             for _receiver, message in sent:
                 other.receive(process.me, message)
-    assert not here.suspected
     assert not here.outbox + there.outbox
-    assert here.membership == there.membership == Membership(1, 0, first.shards, first.rows)
+    left = Membership(1, 0, ((0, 0),), ((0,),)) if hangs else Membership(1, 0, first.shards, first.rows)
+    assert here.membership == there.membership == left
+    assert there.state is (Stage.OUT if hangs else Stage.RUNNING)
+    assert bool(here.suspected) == hangs
 
 
 def test_a_new_process_whose_membership_was_superseded_may_ask_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 import time
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -10,20 +11,21 @@ from typing import Any
 
 import pytest
 
-from fullshard.elastic.connections import Connections, ask, host_address
+from fullshard.elastic.connections import HANGS, SILENT, Connections, ask, host_address
 
 KEY = b"key"
 
 
 class End(Connections):
     def __init__(self, me: int, silence: float = 60.0) -> None:
+        self.progress = (0.0, 0.0)
         self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
         told = (
             lambda process, message: self.heard.put((process, message)),
             lambda process: self.heard.put((process, "ended")),
-            lambda process, is_silent: self.heard.put((process, is_silent)),
+            lambda process, why: self.heard.put((process, why)),
         )
-        super().__init__(me, KEY, "127.0.0.1", *told, silence, lambda: "welcome")
+        super().__init__(me, KEY, "127.0.0.1", *told, silence, 5.0, lambda: self.progress, lambda: "welcome")
 
 
 def pair() -> tuple[End, End]:
@@ -81,12 +83,42 @@ def test_silence_is_told_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = End(0, 0.4), End(1)
     second.connect({0: first.address}, 10)
     outgoing = second._outgoing.pop(0)  # it says nothing any more
-    assert first.heard.get(timeout=10) == (1, True)
+    assert first.heard.get(timeout=10) == (1, SILENT)
     second._outgoing[0] = outgoing
-    assert first.heard.get(timeout=10) == (1, False)
+    assert first.heard.get(timeout=10) == (1, "")
     first.close()
     second.close()
 
 
-def test_the_host_has_an_address() -> None:
-    assert host_address().count(".") == 3
+def test_one_that_computes_for_long_while_this_one_waits_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fullshard.elastic.connections._BEAT", 0.05)
+    first, second = pair()
+    second.progress = (9.0, 0.0)
+    with pytest.raises(queue.Empty):
+        first.heard.get(timeout=0.5)  # it computes too
+    first.progress = (0.0, 6.0)
+    assert first.heard.get(timeout=10) == (1, HANGS)
+    second.progress = (0.1, 0.0)
+    assert first.heard.get(timeout=10) == (1, "")
+    first.close()
+    second.close()
+
+
+def test_a_stranger_that_says_nothing_keeps_nobody_out() -> None:
+    first = End(0)
+    with socket.create_connection(first.address):
+        assert ask(first.address, KEY, 10) == "welcome"
+    first.close()
+
+
+def test_a_number_is_taken_once() -> None:
+    first, second, again = End(0), End(1), End(1)
+    assert not second.connect({0: first.address}, 10)
+    assert again.connect({0: first.address}, 0.5) == {0}
+    for each in (first, second, again):
+        each.close()
+
+
+def test_the_address_is_one_that_the_other_host_reaches() -> None:
+    assert host_address("127.0.0.1") == "127.0.0.1"
+    assert host_address("localhost") == "127.0.0.1"

@@ -36,6 +36,27 @@ def test_any_process_may_end_and_the_rest_form_a_row() -> None:
     assert complaints(job, result) == []
     assert result.statuses == [-9, 0, 0, -9]
     assert max(result.recoveries()) < 10
+    figures = [each["figures"] for each in result.said[1] if "figures" in each]
+    assert len(figures) == 2
+    assert all(0 < sum(each.values()) < 10 for each in figures)
+    assert sum("after the change was noticed" in line for line in result.errors[1].splitlines()) == 2, "it is first"
+
+
+@pytest.mark.parametrize(("transport", "hosts"), [("", "aabb"), ("", "abc"), ("p2p", "a")])
+def test_the_bits_do_not_depend_on_the_hosts(transport: str, hosts: str) -> None:
+    """Rows of three processes, on one host or on several, some of which share a host; one is killed."""
+    job = Job(3, 2, faults={1: [(2, "forward 0", "SIGKILL")]}, transport=transport, hosts=hosts)
+    assert complaints(job, run(job)) == []
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_left_out() -> None:
+    job = Job(1, 3, faults={1: [(2, "forward 0", "15")]}, silence=3.0)
+    result = run(job)
+    assert result.statuses == [0, 3, 0]
+    assert result.digests(6) == undisturbed(1, 3, 6).digests(6)
+    assert "process 1 of the job hangs: it computes" in result.errors[0]
+    assert "process 1 is no longer a member" in result.lost()[0]
 
 
 def test_replicas_of_one_process_each_outlive_all_but_one() -> None:

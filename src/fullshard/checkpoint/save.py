@@ -59,8 +59,8 @@ from fullshard.checkpoint.removal import remove_older
 from fullshard.checkpoint.replicas import Hosts, Sent
 from fullshard.checkpoint.storage import Partial, Storage, located, storage_of
 from fullshard.diverging import refuse_mixture, replica_of
+from fullshard.figures import Listener, listeners_of
 from fullshard.policies import local_path, warn
-from fullshard.saves import Listener, listeners_of
 from fullshard.schedule.unit import groups_in
 from fullshard.text import bytes_of, bytes_text, quantity_text, seconds_text
 from fullshard.torch_private import foreach_copy
@@ -376,14 +376,15 @@ class _Writing:
             if self.partial is not None:
                 self.partial.discard()
         path, seconds = self.directory / str(everyone[self.leader]), time.perf_counter() - self.began
+        written, blocked = sum(file.size for file in files.values()), self.blocked or seconds
         for tell in self.listeners:
-            tell(seconds, sum(file.size for file in files.values()), self.blocked or seconds)
+            tell({"save_seconds": seconds, "save_bytes": written, "save_blocked_seconds": blocked})
         if self.ranks.first:
             nbytes = sum(file.size for file in self.manifest.files.values())
             _log.info(
                 f"step {self.manifest.step} is saved in {path}: {bytes_text(nbytes)} in {seconds_text(seconds)} "
                 f"({quantity_text(nbytes / seconds, 'B/s')}); training waited for "
-                f"{seconds_text(self.blocked or seconds)}"
+                f"{seconds_text(blocked)}"
             )
         return path
 

@@ -132,6 +132,7 @@ class Agreement:
         self.step = self.membership.step
         self.lost: set[int] = set()
         self.suspected: set[int] = set()
+        self.hanging: set[int] = set()  # of these, those that answer and yet do not train
         self.candidates: dict[int, int] = {}
         self.outbox: list[tuple[int, Message]] = []
         self._is_complete = False  # whether all gradients of this step are there
@@ -188,9 +189,10 @@ class Agreement:
             self._answer(receiver, said._replace(lost=frozenset(self.lost)))
         self.consider()
 
-    def suspect(self, process: int, is_suspect: bool = True) -> None:
-        """A process does not answer, or does again: perhaps it is stopped, or the network is cut."""
+    def suspect(self, process: int, is_suspect: bool = True, hangs: bool = False) -> None:
+        """A process does not answer, or does again: perhaps it is stopped, or the network is cut; or it ``hangs``."""
         (self.suspected.add if is_suspect else self.suspected.discard)(process)
+        (self.hanging.add if hangs else self.hanging.discard)(process)
         self.consider()
 
     def receive(self, sender: int, message: Message) -> None:
@@ -247,7 +249,7 @@ class Agreement:
         proposal = self._proposal
         if proposal is not None and proposal.ballot == message.ballot and proposal.value is None:
             proposal.promises[sender] = message
-            self.suspected.discard(sender)  # it answers: a further change would leave nobody out
+            self.suspected -= {sender} - self.hanging  # it answers: a further change would leave nobody out
             self._go_on()
 
     def _go_on(self) -> None:
@@ -274,7 +276,7 @@ class Agreement:
         old = {process: promises[process] for process in self.members if process in promises}
         step = max(each.step for each in old.values())
         step += all(each.step == step and each.is_complete for each in old.values())
-        members = {process: self.members[process] for process in old}
+        members = {process: self.members[process] for process in old if process not in self.hanging}
         joined = {}
         for process, shard in self.candidates.items():
             behind = step - promises[process].step if process in promises else -1

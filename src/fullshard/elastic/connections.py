@@ -2,7 +2,8 @@
 
 Messages between two processes arrive in order, and the end of a process comes after its last message. A connection ends
 only if a process does: nobody closes one for another reason. So its end is certain news. Silence is not: a process that
-has sent nothing for long, not even that it is alive, may be stopped, or the network may be cut.
+has sent nothing for long, not even that it is alive, may be stopped, or the network may be cut. Nor is a process that
+computes for long, while this one waits.
 """
 
 from __future__ import annotations
@@ -14,20 +15,24 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
+
+from fullshard.platforms import host_id
 
 Address = tuple[str, int]
 
+SILENT, HANGS = "is silent: it is stopped, or the network is cut", "hangs: it computes, and others wait for it"
 _END = object()
 _BEAT = 1.0  # seconds between two messages that say that a process is alive
 
 
 class Connections:
     """The connections of the process ``me``. ``on_message`` is called with the number of a process and what it sent,
-    ``on_end`` with the number of one that has ended, and ``on_silence`` with that of one that has been silent for
-    ``silence`` seconds (``True``) or no longer is, in threads of their own. What ``welcome`` returns is told to a new
-    process that has no number yet.
+    ``on_end`` with the number of one that has ended, and ``on_silence`` with that of one that is :data:`SILENT` for
+    ``silence`` seconds, or :data:`HANGS`, or is neither any more (""), in threads of their own. One that computes for
+    more than ``hang`` seconds hangs if this one waits for so long; ``progress`` returns for how many seconds this one
+    has computed without a wait, and waited. What ``welcome`` returns is told to a new process that has no number yet.
 
     Objects that are sent are pickled. A process must know the ``key`` of the job to connect (HMAC, by the standard
     library).
@@ -40,16 +45,20 @@ class Connections:
         host: str,
         on_message: Callable[[int, Any], None],
         on_end: Callable[[int], None],
-        on_silence: Callable[[int, bool], None],
+        on_silence: Callable[[int, str], None],
         silence: float,
+        hang: float,
+        progress: Callable[[], tuple[float, float]],
         welcome: Callable[[], Any],
     ) -> None:
         self.me, self.key, self._on_message, self._on_end, self._welcome = me, key, on_message, on_end, welcome
         self.addresses: dict[int, Address] = {}
-        self._listener = Listener((host, 0), backlog=64, authkey=key)
+        self.host_of: dict[int, str] = {}
+        self._listener = Listener((host, 0), backlog=64)
         self.address: Address = self._listener.address
-        self._on_silence, self._silence = on_silence, silence
+        self._on_silence, self._silence, self._hang, self._progress = on_silence, silence, hang, progress
         self._heard: dict[int, float] = {}  # when something came last
+        self._computes: dict[int, float] = {}  # for how many seconds
         self._of: dict[int, Connection] = {}
         self._outgoing: dict[int, queue.SimpleQueue[Any]] = {}
         self._writers: list[threading.Thread] = []
@@ -76,8 +85,8 @@ class Connections:
     def _call(self, process: int, address: Address) -> None:
         with suppress(OSError, EOFError):  # it has ended
             connection = Client(address, authkey=self.key)
-            connection.send((self.me, self.address))
-            self._serve(process, address, connection)
+            connection.send((self.me, self.address, host_id()))
+            self._serve(process, address, connection.recv(), connection)
 
     def send(self, process: int, message: Any) -> None:
         """Sends an object, in order. It is pickled later, in another thread, so it must not change any more."""
@@ -97,17 +106,23 @@ class Connections:
 
     def _accept(self) -> None:
         while self._is_open:
-            with suppress(Exception):  # a stranger, or one that has ended meanwhile
-                connection = self._listener.accept()
-                if not self._is_open:  # the call was under way before the end
-                    connection.close()
-                elif (said := connection.recv()) is None:
-                    connection.send(self._welcome())
-                else:
-                    process, address = said
-                    self._serve(process, address, connection)
+            with suppress(OSError):
+                self._start(self._greet, "greet", self._listener.accept())
 
-    def _serve(self, process: int, address: Address, connection: Connection) -> None:
+    def _greet(self, connection: Connection) -> None:
+        with suppress(Exception):  # a stranger, or one that has ended meanwhile
+            deliver_challenge(connection, self.key)
+            answer_challenge(connection, self.key)
+            said = connection.recv()
+            if not self._is_open:  # the call was under way before the end
+                connection.close()
+            elif said is None:
+                connection.send(self._welcome())
+            elif said[0] not in self._of:
+                connection.send(host_id())
+                self._serve(said[0], said[1], said[2], connection)
+
+    def _serve(self, process: int, address: Address, host: str, connection: Connection) -> None:
         with socket.socket(fileno=connection.fileno()) as found:
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             found.detach()
@@ -116,7 +131,7 @@ class Connections:
         self._start(self._read, "read", process, connection)
         self._writers.append(self._start(self._write, "write", connection, outgoing))
         with self._changed:
-            self._of[process], self.addresses[process] = connection, address
+            self._of[process], self.addresses[process], self.host_of[process] = connection, address, host
             self._changed.notify_all()
 
     def _read(self, process: int, connection: Connection) -> None:
@@ -126,7 +141,9 @@ class Connections:
             except (EOFError, OSError):
                 break
             self._heard[process] = time.monotonic()
-            if message is not None:
+            if isinstance(message, float):
+                self._computes[process] = message
+            else:
                 self._on_message(process, message)
         self._heard.pop(process, None)
         if (outgoing := self._outgoing.pop(process, None)) is not None:
@@ -134,19 +151,22 @@ class Connections:
         self._on_end(process)
 
     def _beat(self) -> None:
-        silent, last = set[int](), time.monotonic()
+        silent, last = dict[int, str](), time.monotonic()
         while self._is_open:
+            computes, waits = self._progress()
             for outgoing in [*self._outgoing.values()]:
-                outgoing.put(None)
+                outgoing.put(computes)
             time.sleep(_BEAT)
             now = time.monotonic()
             if now - last > 3 * _BEAT:  # this process was stopped itself: what came meanwhile is not read yet
                 self._heard = dict.fromkeys(self._heard, now)
             last = now
             for process, heard in [*self._heard.items()]:
-                if (now - heard > self._silence) != (process in silent):
-                    silent ^= {process}
-                    self._on_silence(process, process in silent)
+                why = SILENT if now - heard > self._silence else ""
+                why = why or (HANGS if min(waits, self._computes.get(process, 0.0)) > self._hang else "")
+                if why != silent.get(process, ""):
+                    silent[process] = why
+                    self._on_silence(process, why)
 
     def _write(self, connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
         with suppress(OSError, ValueError):
@@ -174,8 +194,8 @@ def ask(address: Address, key: bytes, patience: float) -> Any:
     return answer.result(patience)
 
 
-def host_address() -> str:
-    """The address of this host for others of the job; the loopback address if it has none."""
-    with suppress(OSError):
-        return socket.gethostbyname(socket.gethostname())
-    return "127.0.0.1"
+def host_address(towards: str) -> str:
+    """The address at which a host that this one reaches as ``towards`` can reach this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        asked.connect((towards, 9))  # sends nothing
+        return str(asked.getsockname()[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import threading
@@ -20,9 +21,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.comm.waits import WAITS
+from fullshard.comm.waits import WAITS, waiting
 from fullshard.elastic.agreement import KINDS, Agreement, Membership, Stage
-from fullshard.elastic.connections import Connections, ask, host_address
+from fullshard.elastic.connections import HANGS, Connections, ask, host_address
 from fullshard.elastic.gradients import Kept, KeptGradients
 from fullshard.elastic.messages import (
     Candidate,
@@ -38,6 +39,7 @@ from fullshard.elastic.messages import (
 )
 from fullshard.elastic.rows import Row, arrange, shard_for
 from fullshard.elastic.state import load_state, pack_state
+from fullshard.figures import listeners_of
 from fullshard.policies import expect
 from fullshard.schedule.schedule import Schedule
 from fullshard.torch_private import launched
@@ -69,10 +71,13 @@ class Job:
 
     def __init__(self, replicas: int, seed: int, directory: str | Path | None) -> None:
         self.replicas, self.seed, self.step, self.has_left = replicas, seed, 0, False
+        self._is_done = self._is_closed = False  # whether all steps are made, and whether the others know
         self._changed = threading.Condition(threading.RLock())
         self._schedule: Schedule | None = None  # of the model
         self._row: Row = ()  # whose process group this process is in
         self._row_connections: Collection[tuple[str, str]] = ()  # of the backend between the processes of the row
+        self._wait_count, self._since = -1, 0.0  # of training, and since when there are so many
+        self._times: dict[str, float] = {}  # when a change was noticed and agreed, and this process in its new row
         self._first = 0  # the step from which on this process is a member
         self._number = 0  # of the membership that this process has acted on
         self._mean: tuple[bytes, tuple[bool, ...]] | None = None  # of the step that ends, for those that follow
@@ -81,8 +86,7 @@ class Job:
         self._has: dict[tuple[int, int], Has] = {}  # by the membership and the process
         self._squares: dict[tuple[int, int], float] = {}  # by the step and the shard
         self._ordered: set[tuple[int, int]] = set()  # steps and replicas that this row was told to run
-        self._noticed: dict[int, float] = {}
-        self._leaving: set[int] = set()
+        self._leaving: dict[int, bool] = {}  # whether a process that leaves has made all steps
         self._early: list[Kept] = []
         self._kept: KeptGradients | None = None
         self._source = -1  # of the state of this process, until it is a member
@@ -107,7 +111,7 @@ class Job:
         self.rank, self.size, self.shards = rank, size, size // replicas
         self.shard, self._last_number = rank % self.shards, size - 1
         key = store_once(store, f"{_MEETING}/key", os.urandom(16).hex())
-        self._connections = self._open(bytes.fromhex(key))
+        self._connections = self._open(bytes.fromhex(key), os.environ["MASTER_ADDR"])
         store.set(f"{_MEETING}/{rank}", json.dumps(self._connections.address))
         found = {other: json.loads(store.get(f"{_MEETING}/{other}")) for other in range(size)}
         shard_of = {process: process % self.shards for process in range(size)}
@@ -118,10 +122,17 @@ class Job:
             raise ElasticError(f"processes {sorted(missing)} did not connect with process {rank}")
         self._publish()
 
-    def _open(self, key: bytes) -> Connections:
-        silence = float(os.environ.get("FULLSHARD_HANG_TIMEOUT", _SILENCE))
-        heard = self._receive, self._lose, self._suspect
-        return Connections(self.rank, key, host_address(), *heard, silence, self._welcome)
+    def _open(self, key: bytes, towards: str) -> Connections:
+        hang = float(os.environ.get("FULLSHARD_HANG_TIMEOUT", "inf"))
+        heard, limits = (self._receive, self._lose, self._suspect), (_SILENCE if hang == math.inf else hang, hang)
+        return Connections(self.rank, key, host_address(towards), *heard, *limits, self._progress, self._welcome)
+
+    def _progress(self) -> tuple[float, float]:
+        """For how many seconds training has computed without a wait, and for how many it has waited. One is 0."""
+        now, count, is_waiting = time.monotonic(), WAITS.count, WAITS.current is not None
+        if count != self._wait_count:
+            self._wait_count, self._since = count, now
+        return (0.0, now - self._since) if is_waiting else (now - self._since, 0.0)
 
     def _publish(self) -> None:
         """Writes down where this member is, for processes that are to join."""
@@ -133,26 +144,30 @@ class Job:
                 file.write(said)
 
     def _find_job(self) -> tuple[Welcome, bytes] | None:
-        """What the oldest member of a running job says, if there is one."""
+        """What the first member of a running job says, if there is one."""
         if self._directory is None:
             return None
-        files = sorted(self._directory.glob("*.json"), key=lambda file: int(file.stem))
-        for file in files:
-            with suppress(OSError, EOFError, ValueError):
-                said = json.loads(file.read_text(encoding="utf-8"))
-                key = bytes.fromhex(said["key"])
-                while (welcome := ask(tuple(said["address"]), key, _ANSWER)) is None:  # another one is joining
-                    time.sleep(0.2)
-                return welcome, key
-        for file in files:
-            file.unlink(missing_ok=True)
-        return None
+        while True:
+            files, answers = sorted(self._directory.glob("*.json"), key=lambda file: int(file.stem)), 0
+            for file in files:
+                with suppress(OSError, EOFError, ValueError):
+                    said = json.loads(file.read_text(encoding="utf-8"))
+                    key = bytes.fromhex(said["key"])
+                    if (welcome := ask(tuple(said["address"]), key, _ANSWER)) is not None:
+                        return welcome, key
+                    answers += 1
+            if not answers:
+                for file in files:
+                    file.unlink(missing_ok=True)
+                return None
+            time.sleep(0.2)
 
     def _welcome(self) -> Welcome | None:
-        """What a new process is told; ``None`` while another one is new."""
+        """What a new process is told; ``None`` while another one is new, and by all members but the first."""
         with self._changed:
             now, agreement = time.monotonic(), self._agreement
-            if now < self._newcomer + PATIENCE or agreement.is_frozen:
+            is_first = next((each for each in agreement.members if each not in self._gone()), -1) == self.rank
+            if now < self._newcomer + PATIENCE or agreement.is_frozen or not is_first:
                 return None
             self._newcomer, self._last_number = now, self._last_number + 1
             shard = shard_for(agreement.members, self.shards)
@@ -173,7 +188,7 @@ class Job:
         self.rank, self.shard, self.size = welcome.number, welcome.shard, welcome.size
         self.shards, self._sources = welcome.size // welcome.replicas, welcome.sources
         self._agreement = Agreement(self.rank, self.shards, self.replicas)
-        self._connections = self._open(key)
+        self._connections = self._open(key, next(iter(welcome.addresses.values()))[0])
         for process in self._connections.connect(welcome.addresses, _ANSWER):
             self._agreement.suspect(process)  # it has ended meanwhile, or is stopped
 
@@ -249,6 +264,8 @@ class Job:
     def _receive(self, sender: int, message: Any) -> None:
         """Reads a message of another process, in a thread beside training."""
         with self._changed:
+            if self._is_closed:
+                return
             if isinstance(message, KINDS):
                 self._agreement.receive(sender, message)
                 self._after_agreement()
@@ -263,7 +280,7 @@ class Job:
             elif isinstance(message, Square):
                 self._squares[message.step, message.shard] = message.total
             elif isinstance(message, Leaving):
-                self._leaving.add(sender)
+                self._leaving[sender] = message.is_done
             elif isinstance(message, Fetch):
                 self._last_number = max(self._last_number, sender)
                 self._fetching.add(sender)
@@ -282,9 +299,11 @@ class Job:
 
     def _lose(self, process: int) -> None:
         with self._changed:
-            if process not in self._leaving:
-                _log.warning(f"process {process} of the job has ended")
-            self._noticed[process] = time.monotonic()
+            if self._is_closed:
+                return
+            if not self._leaving.get(process):
+                _log.warning(f"process {process} of the job {'leaves' if process in self._leaving else 'has ended'}")
+                self._times.setdefault("noticed", time.monotonic())
             if process not in self._agreement.members:
                 self._newcomer = 0.0
             self._followers.discard(process)
@@ -293,12 +312,14 @@ class Job:
             self._after_agreement()
             self._changed.notify_all()
 
-    def _suspect(self, process: int, is_silent: bool) -> None:
+    def _suspect(self, process: int, why: str) -> None:
         with self._changed:
-            if is_silent:
-                _log.warning(f"process {process} of the job is silent: it is stopped, or the network is cut")
-            self._noticed[process] = time.monotonic()
-            self._agreement.suspect(process, is_silent)
+            if self._is_closed:
+                return
+            if why:
+                _log.warning(f"process {process} of the job {why}")
+            self._times.setdefault("noticed", time.monotonic())
+            self._agreement.suspect(process, bool(why), why == HANGS)
             self._after_agreement()
             self._changed.notify_all()
 
@@ -321,7 +342,7 @@ class Job:
         outbox, self._agreement.outbox = self._agreement.outbox, []
         for receiver, message in outbox:
             self._connections.send(receiver, message)
-        membership = self._agreement.membership
+        membership, now = self._agreement.membership, time.monotonic()
         if self._number == membership.number:
             return
         self._number = membership.number
@@ -333,14 +354,12 @@ class Job:
             self._publish()
         if self._row and self._is_in_other_row(self._row):
             self._cut_row()
-        took = max((time.monotonic() - when for when in self._noticed.values()), default=0.0)
-        self._noticed.clear()
-        is_first = next(iter(membership.shard_of), -1) == self.rank
-        _log.log(
-            logging.WARNING if is_first else logging.INFO,
-            f"membership {membership.number}, from step {membership.step} on: processes {[*membership.shard_of]} in "
-            f"rows {[*membership.rows]}, agreed {took:.2f} s after the change was noticed",
-        )
+        if "noticed" in self._times or membership.joined:  # else all steps are made, and processes end
+            self._times = {"noticed": self._times.get("noticed", now), "agreed": now}
+            self._tell_change(
+                f"membership {membership.number}, from step {membership.step} on: processes {[*membership.shard_of]} "
+                f"in rows {[*membership.rows]}"
+            )
         if self._kept is not None and self.rank in membership.shard_of:
             step = self._agreement.step
             for kept in self._kept.tell_again(step):
@@ -352,15 +371,41 @@ class Job:
                     self._connections.send(process, has)
             self._look_whether_complete()
 
+    def _tell_change(self, text: str) -> None:
+        """Logs how the job changes: one of its processes shows it."""
+        is_first = next(iter(self._agreement.members), -1) == self.rank
+        _log.log(logging.WARNING if is_first else logging.INFO, text)
+
+    def _end_change(self) -> None:
+        """Tells how long the parts of a change took, at the end of the first step after it."""
+        times, self._times = self._times, {}
+        ends = [times["noticed"], times["agreed"], times.get("joined", times["agreed"]), time.monotonic()]
+        names = ("change_agreed_seconds", "change_joined_seconds", "change_trained_seconds")
+        figures = {name: end - begin for name, begin, end in zip(names, ends, ends[1:], strict=False)}
+        for tell in listeners_of(self._model):
+            tell(figures)
+        agreed, joined, trained = figures.values()
+        self._tell_change(
+            f"step {self.step} has ended {ends[-1] - ends[0]:.2f} s after the change was noticed: {agreed:.2f} s to "
+            f"agree, {joined:.2f} s to form rows, {trained:.2f} s to train"
+        )
+
     def _tell(self, kept: Kept) -> None:
         """Tells the other processes of the shard where gradients are."""
         assert self._kept is not None
+        whole: Kept | None = None  # for those that cannot read the memory of this process
         for process, shard in self._agreement.members.items():
             if shard == self.shard and process != self.rank:
-                self._connections.send(process, kept)
+                is_near = self._connections.host_of.get(process) == kept.host
+                whole = whole if is_near else whole or self._kept.with_data(kept)
+                self._connections.send(process, kept if is_near else whole)
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> None:
         """Waits until a condition holds, with the lock. Raises ElasticError if nothing can make it true any more."""
+        with waiting(what, None):
+            self._wait_for(condition, what)
+
+    def _wait_for(self, condition: Callable[[], Any], what: str) -> None:
         frozen_since, agreement = 0.0, self._agreement
         while not condition():
             if agreement.state is Stage.OUT and not self.is_joining:

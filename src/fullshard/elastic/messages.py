@@ -42,6 +42,8 @@ class Square(NamedTuple):
 class Leaving(NamedTuple):
     """The sender ends, because its program does, not by an error."""
 
+    is_done: bool  # whether it has made all steps, and so the others are about to
+
 
 class Welcome(NamedTuple):
     """What a new process is told: its number, its shard, and where the members are."""

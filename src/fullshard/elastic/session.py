@@ -28,6 +28,8 @@ from torch.optim import Optimizer
 
 from fullshard.comm.backends import comes_from_backend
 from fullshard.comm.collective import CollectiveTransport
+from fullshard.comm.hosts import HostsTransport
+from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.select import select_transport, simulated_transport
 from fullshard.comm.waits import PeerFailureError
 from fullshard.elastic.gradients import KeptGradients
@@ -133,7 +135,7 @@ class Elastic(Job):
         self._until_close = ExitStack()
         with suppress(ValueError):  # not the main thread
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-                signal.signal(signal.SIGTERM, lambda *_: self.leave())
+                signal.signal(signal.SIGTERM, self._leave_in_order)
                 self._until_close.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL)
 
     def begin(
@@ -200,6 +202,7 @@ class Elastic(Job):
             yield step
             if not step.was_left:
                 raise RuntimeError(f"step {self.step} was not used as a context: write `with step:` around its body")
+        self._is_done = self.step >= number
 
     def leave(self) -> None:
         """Lets :meth:`steps` end after the step that runs, as SIGTERM does.
@@ -207,6 +210,10 @@ class Elastic(Job):
         Ranks: each for itself.
         """
         self.has_left = True
+
+    def _leave_in_order(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a process that hangs ends at the second one
+        self.leave()
 
     def close(self) -> None:
         """Ends the part of this process in the job. The others go on.
@@ -217,7 +224,8 @@ class Elastic(Job):
             (self._directory / f"{self.rank}.json").unlink(missing_ok=True)
         with self._changed:
             for process in self._agreement.members:
-                self._connections.send(process, Leaving())
+                self._connections.send(process, Leaving(self._is_done))
+            self._is_closed = True
         self._connections.close()
         self._until_begin.close()  # if nothing began
         self._until_close.close()
@@ -229,11 +237,11 @@ class Elastic(Job):
         """Makes the process group of the row that this process is in now, if that has changed."""
         while (row := self._find_row()) != self._row:
             self._leave_row()
-            if not row:
-                return
             with suppress(RuntimeError):  # a process of the row has ended meanwhile: the next membership says so
-                self._enter_row(row)
-                self._row = row
+                if row:
+                    self._enter_row(row)
+                    self._row = row
+                self._times["joined"] = time.monotonic()
                 return
             with self._changed:
                 self.wait_for(partial(self._is_in_other_row, row), "a membership without a lost process")
@@ -278,6 +286,8 @@ class Elastic(Job):
         checks = schedule.checks if is_first else []
         for group in schedule.groups:
             transport = select_transport(process_group, group.device)
+            if isinstance(transport, HostsTransport):  # it adds up inside of hosts first, in an order of its own
+                transport = PointToPointTransport()
             group.data.shard_group = group.reduce_process_group = process_group
             group.may_share = True
             group.first_values = group.first_values if is_first else None
@@ -380,6 +390,8 @@ class Elastic(Job):
                 assert mean is not None
                 squares = {shard: total for (of, shard), total in self._squares.items() if of == step}
                 self._connections.send(process, Followed(step, mean[0], mean[1], squares))
+            if "agreed" in self._times:
+                self._end_change()
             self.step = step + 1
             self._drop_followers()
             self._followed.pop(step, None)

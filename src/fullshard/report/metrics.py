@@ -23,6 +23,7 @@ from fullshard.buffer.sections import full_bytes
 from fullshard.comm.waits import Wait
 from fullshard.device import Mark
 from fullshard.disk.file import DiskFile
+from fullshard.figures import listen
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.step import Action
 from fullshard.platforms import open_flags
@@ -34,7 +35,6 @@ from fullshard.report.watching import (
     reduced_from_others,
     summed_from_replicas,
 )
-from fullshard.saves import listen
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import schedule_of
 
@@ -59,6 +59,10 @@ def log_metrics(model: nn.Module, to: str | os.PathLike[str] | ScalarWriter, *, 
     - ``save_seconds``, ``save_bytes``, ``save_bytes_per_second``, ``save_blocked_seconds``: only if a save of the
       model (:func:`fullshard.checkpoint.save`) ends in the step. Its time from call to end, the bytes that this rank
       wrote, and how long training waited. If several saves end in it, they are added up.
+    - ``change_agreed_seconds``, ``change_joined_seconds``, ``change_trained_seconds``: only if an elastic job
+      (:class:`fullshard.elastic.Elastic`) has changed in the step. The time from when this process noticed the change
+      to the agreement on the next membership, from there to the process group of its new row, and from there to the end
+      of the step.
 
     ::
 
@@ -134,9 +138,9 @@ class Metrics(StepObserver):
 
     def __init__(self, schedule: Schedule, write: Callable[[int, dict[str, float]], None], first_step: int) -> None:
         super().__init__(schedule)
-        add_save = weakref.WeakMethod(self.add_save)  # the model must not live as long as the process
-        self._stop_listening = listen(schedule, lambda *save: (add := add_save()) and add(*save))
-        self._saves: deque[tuple[float, int, float]] = deque()  # that have ended: seconds, bytes, seconds of training
+        add = weakref.WeakMethod(self.add)  # the model must not live as long as the process
+        self._stop_listening = listen(schedule, lambda figures: (tell := add()) and tell(figures))
+        self._added: deque[dict[str, float]] = deque()  # figures of what happened in this step
         self._write = write
         self.step = first_step
         self._stepped: _Step | None = None  # the current step, up to its last optimizer step
@@ -164,12 +168,12 @@ class Metrics(StepObserver):
             self.end_step()
             self.clock.end()
             self._flush()
-            if figures := self._figures_of_saves():
+            if figures := self._take_added():
                 self._write(self.step, figures)
 
-    def add_save(self, seconds: float, nbytes: int, blocked: float) -> None:
-        """Adds a save that has ended to the current step. Any thread may call it."""
-        self._saves.append((seconds, nbytes, blocked))
+    def add(self, figures: dict[str, float]) -> None:
+        """Adds figures of what has just happened to the current step. Any thread may call it."""
+        self._added.append(figures)
 
     def _figures_of_disk(self, step: _Step) -> dict[str, float]:
         if not self._uses_disk:
@@ -179,13 +183,13 @@ class Metrics(StepObserver):
         seconds = step.disk_waited / 1e9
         return {"disk_waited_seconds": seconds, "disk_read_bytes": read, "disk_written_bytes": written}
 
-    def _figures_of_saves(self) -> dict[str, float]:
-        saves = [self._saves.popleft() for _ in range(len(self._saves))]
-        if not saves:
-            return {}
-        seconds, nbytes, blocked = map(sum, zip(*saves, strict=True))
-        figures = {"save_seconds": seconds, "save_bytes": nbytes, "save_bytes_per_second": nbytes / seconds}
-        return {**figures, "save_blocked_seconds": blocked}
+    def _take_added(self) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        for _ in range(len(self._added)):
+            figures |= {name: figures.get(name, 0) + value for name, value in self._added.popleft().items()}
+        if "save_bytes" in figures:
+            figures["save_bytes_per_second"] = figures["save_bytes"] / figures["save_seconds"]
+        return figures
 
     def __enter__(self) -> Self:
         return self
@@ -221,7 +225,7 @@ class Metrics(StepObserver):
         if step is not None:
             step.number, self.step = self.step, self.step + 1
             memory = {"memory_bytes": self.memory.now(), "peak_memory_bytes": self.memory.peak()}
-            step.figures = {**memory, **self._figures_of_disk(step), **self._figures_of_saves()}
+            step.figures = {**memory, **self._figures_of_disk(step), **self._take_added()}
             self._ended.append(step)
             self._flush()
 

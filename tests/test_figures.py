@@ -1,4 +1,4 @@
-"""Who is told of saves; tests/report/test_metrics.py has what metrics make of it."""
+"""Who is told of saves and changes; tests/report/test_metrics.py has what metrics make of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 import fullshard
 from fullshard import checkpoint
-from fullshard.saves import listen, listeners_of
+from fullshard.figures import listen, listeners_of
 from fullshard.schedule.unit import schedule_of
 from tests.harness import World, ranks
 
@@ -18,8 +18,8 @@ from tests.harness import World, ranks
 def test_a_listener_is_told_of_each_save_until_it_has_enough(world: World, tmp_path: Path) -> None:
     model = fullshard.fully_shard(nn.Linear(4, 2))
     model(torch.ones(1, 4)).sum().backward()
-    told: list[int] = []
-    stop = listen(schedule_of(model, "test"), lambda seconds, nbytes, waited: told.append(nbytes))
+    told: list[float] = []
+    stop = listen(schedule_of(model, "test"), lambda figures: told.append(figures["save_bytes"]))
     assert len(listeners_of(nn.Sequential(model))) == 1
     checkpoint.save(tmp_path, model, step=1)
     stop()

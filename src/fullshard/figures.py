@@ -1,4 +1,5 @@
-"""Listeners for the checkpoints of a model. A save calls them, and knows nothing else of them."""
+"""Listeners for what happens to a model now and then: a save, a change of an elastic job. What happens calls them, and
+knows nothing else of them."""
 
 from __future__ import annotations
 
@@ -10,14 +11,13 @@ from torch import nn
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import units_in
 
-#: A function that is called, in any thread, with the seconds of a save that has ended, its bytes, and the seconds for
-#: which training waited.
-Listener = Callable[[float, int, float], object]
+#: A function that is called, in any thread, with figures by their names.
+Listener = Callable[[dict[str, float]], object]
 _listeners: weakref.WeakKeyDictionary[Schedule, list[Listener]] = weakref.WeakKeyDictionary()
 
 
 def listen(schedule: Schedule, listener: Listener) -> Callable[[], None]:
-    """Tell a listener, which must not hold the schedule, of each save of its tree. Returns what ends that."""
+    """Tell a listener, which must not hold the schedule, of what happens to its tree. Returns what ends that."""
     listeners = _listeners.setdefault(schedule, [])
     listeners.append(listener)
     return lambda: listeners.remove(listener)
