@@ -42,8 +42,9 @@ def random_job(seed: int) -> Job:
         steps, pause = 10, 0.5
     transport = chosen.choice(("", "", "p2p", "collective"))
     silence = 4.0 if stops else 30.0
-    groups = chosen.choice(("blocks", "blocks", "whole"))
-    return Job(shards, replicas, steps, faults, sorted(joins), transport, pause, silence, micro_batches, groups)
+    groups = chosen.choice(("blocks", "blocks", "whole", "wrapped", "wrapped"))
+    hosts = chosen.choice(("a", "a", "ab", "aabb", "aab"))
+    return Job(shards, replicas, steps, faults, sorted(joins), transport, pause, silence, micro_batches, groups, hosts)
 
 
 @cache

@@ -1,10 +1,10 @@
 """A program that trains on an elastic job, and what goes wrong in it: run by :mod:`tests.elastic.jobs`.
 
 Its one argument is JSON: ``steps``, ``replicas``, ``directory``, ``pause`` (seconds between steps), ``micro_batches``,
-``groups`` (which modules are a group of their own), ``host`` (a pretended one) and ``faults``: triples of a step, a
-place and what happens there, a signal or the seconds that the process sleeps. At the place ``time`` it happens in
-another thread, so many milliseconds after the process has begun to train as the first number says. Prints a line of
-JSON for each micro-batch, each step, each fault and the end.
+``groups`` (which modules are a group of their own, or ``wrapped``), ``host`` (a pretended one) and ``faults``: triples
+of a step, a place and what happens there, a signal or the seconds that the process sleeps. At the place ``time`` it
+happens in another thread, so many milliseconds after the process has begun to train as the first number says. Prints a
+line of JSON for each micro-batch, each step, each fault and the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import fully_shard, platforms
+from fullshard import FullyShardedDataParallel, fully_shard, platforms
 from fullshard.elastic import Elastic, ElasticError
 from fullshard.figures import listen
 from fullshard.schedule.unit import schedule_of
@@ -92,11 +92,15 @@ def train(plan: Mapping[str, Any]) -> None:
     platforms.pretended_host = plan["host"]
     elastic = Elastic(replicas=plan["replicas"], directory=plan["directory"])
     torch.manual_seed(0)
-    model = Model()
-    for block in model.blocks if plan["groups"] == "blocks" else ():
-        fully_shard(block)
-    fully_shard(model)
+    model: nn.Module = Model()
     model.blocks[1].register_forward_pre_hook(inside)
+    if plan["groups"] == "wrapped":
+        model.blocks = nn.ModuleList(FullyShardedDataParallel(block, use_orig_params=True) for block in model.blocks)
+        model = FullyShardedDataParallel(model, use_orig_params=True)
+    else:
+        for block in model.blocks if plan["groups"] == "blocks" else ():
+            fully_shard(block)
+        fully_shard(model)
     micro_batches = plan["micro_batches"]
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)

@@ -55,7 +55,7 @@ def test_a_process_that_hangs_is_left_out() -> None:
     result = run(job)
     assert result.statuses == [0, 3, 0]
     assert result.digests(6) == undisturbed(1, 3, 6).digests(6)
-    assert "process 1 of the job hangs: it computes" in result.errors[0]
+    assert "process 1 hangs: it computes" in result.errors[0]
     assert "process 1 is no longer a member" in result.lost()[0]
 
 

@@ -76,6 +76,7 @@ class Job:
         self._schedule: Schedule | None = None  # of the model
         self._row: Row = ()  # whose process group this process is in
         self._row_connections: Collection[tuple[str, str]] = ()  # of the backend between the processes of the row
+        self._frozen_since = math.inf  # while the agreement is frozen
         self._wait_count, self._since = -1, 0.0  # of training, and since when there are so many
         self._times: dict[str, float] = {}  # when a change was noticed and agreed, and this process in its new row
         self._first = 0  # the step from which on this process is a member
@@ -110,13 +111,13 @@ class Job:
         expect(size % replicas == 0, "replicas", replicas, f"a divisor of the number of processes, {size}", ValueError)
         self.rank, self.size, self.shards = rank, size, size // replicas
         self.shard, self._last_number = rank % self.shards, size - 1
+        shard_of = {process: process % self.shards for process in range(size)}
+        first = Membership(0, 0, tuple(shard_of.items()), arrange((), shard_of, self.shards, replicas))
+        self._agreement = Agreement(rank, self.shards, replicas, first)
         key = store_once(store, f"{_MEETING}/key", os.urandom(16).hex())
         self._connections = self._open(bytes.fromhex(key), os.environ["MASTER_ADDR"])
         store.set(f"{_MEETING}/{rank}", json.dumps(self._connections.address))
         found = {other: json.loads(store.get(f"{_MEETING}/{other}")) for other in range(size)}
-        shard_of = {process: process % self.shards for process in range(size)}
-        first = Membership(0, 0, tuple(shard_of.items()), arrange((), shard_of, self.shards, replicas))
-        self._agreement = Agreement(rank, self.shards, replicas, first)
         missing = self._connections.connect({each: tuple(address) for each, address in found.items()}, 2 * PATIENCE)
         if missing:
             raise ElasticError(f"processes {sorted(missing)} did not connect with process {rank}")
@@ -127,8 +128,18 @@ class Job:
         heard, limits = (self._receive, self._lose, self._suspect), (_SILENCE if hang == math.inf else hang, hang)
         return Connections(self.rank, key, host_address(towards), *heard, *limits, self._progress, self._welcome)
 
+    def _has_waited_for_majority(self) -> bool:
+        return time.monotonic() > self._frozen_since + PATIENCE
+
     def _progress(self) -> tuple[float, float]:
-        """For how many seconds training has computed without a wait, and for how many it has waited. One is 0."""
+        """For how many seconds training has computed without a wait, and for how many it has waited. One is 0. Called
+        once a second, it sees to a change that is not decided."""
+        with self._changed:
+            if self._has_waited_for_majority():
+                self._cut_row()  # what training waits for will not come, and then it raises an error
+            elif time.monotonic() > self._frozen_since + _AGAIN:
+                self._agreement.consider(again=True)
+                self._after_agreement()
         now, count, is_waiting = time.monotonic(), WAITS.count, WAITS.current is not None
         if count != self._wait_count:
             self._wait_count, self._since = count, now
@@ -166,8 +177,7 @@ class Job:
         """What a new process is told; ``None`` while another one is new, and by all members but the first."""
         with self._changed:
             now, agreement = time.monotonic(), self._agreement
-            is_first = next((each for each in agreement.members if each not in self._gone()), -1) == self.rank
-            if now < self._newcomer + PATIENCE or agreement.is_frozen or not is_first:
+            if now < self._newcomer + PATIENCE or agreement.is_frozen or not self._is_first:
                 return None
             self._newcomer, self._last_number = now, self._last_number + 1
             shard = shard_for(agreement.members, self.shards)
@@ -235,6 +245,10 @@ class Job:
     def _gone(self) -> set[int]:
         return self._agreement.lost | self._agreement.suspected
 
+    @property
+    def _is_first(self) -> bool:
+        return next((each for each in self._agreement.members if each not in self._gone()), -1) == self.rank
+
     def _drop_followers(self) -> None:
         """Forgets followers that are members, and have been sent all that came before."""
         if self.step >= self._agreement.membership.step:
@@ -301,14 +315,14 @@ class Job:
         with self._changed:
             if self._is_closed:
                 return
+            self._agreement.lose(process)
             if not self._leaving.get(process):
-                _log.warning(f"process {process} of the job {'leaves' if process in self._leaving else 'has ended'}")
+                self._tell_change(f"process {process} {'leaves' if process in self._leaving else 'has ended'}")
                 self._times.setdefault("noticed", time.monotonic())
             if process not in self._agreement.members:
                 self._newcomer = 0.0
             self._followers.discard(process)
             self._fetching.discard(process)
-            self._agreement.lose(process)
             self._after_agreement()
             self._changed.notify_all()
 
@@ -316,10 +330,10 @@ class Job:
         with self._changed:
             if self._is_closed:
                 return
-            if why:
-                _log.warning(f"process {process} of the job {why}")
-            self._times.setdefault("noticed", time.monotonic())
             self._agreement.suspect(process, bool(why), why == HANGS)
+            self._times.setdefault("noticed", time.monotonic())
+            if why:
+                self._tell_change(f"process {process} {why}")
             self._after_agreement()
             self._changed.notify_all()
 
@@ -343,6 +357,7 @@ class Job:
         for receiver, message in outbox:
             self._connections.send(receiver, message)
         membership, now = self._agreement.membership, time.monotonic()
+        self._frozen_since = min(self._frozen_since, now) if self._agreement.is_frozen else math.inf
         if self._number == membership.number:
             return
         self._number = membership.number
@@ -373,8 +388,7 @@ class Job:
 
     def _tell_change(self, text: str) -> None:
         """Logs how the job changes: one of its processes shows it."""
-        is_first = next(iter(self._agreement.members), -1) == self.rank
-        _log.log(logging.WARNING if is_first else logging.INFO, text)
+        _log.log(logging.WARNING if self._is_first else logging.INFO, text)
 
     def _end_change(self) -> None:
         """Tells how long the parts of a change took, at the end of the first step after it."""
@@ -406,7 +420,7 @@ class Job:
             self._wait_for(condition, what)
 
     def _wait_for(self, condition: Callable[[], Any], what: str) -> None:
-        frozen_since, agreement = 0.0, self._agreement
+        agreement = self._agreement
         while not condition():
             if agreement.state is Stage.OUT and not self.is_joining:
                 raise ElasticError(
@@ -419,16 +433,11 @@ class Job:
                     f"{self.shards}: load the last checkpoint and start again. Left are processes "
                     f"{sorted({*agreement.members} - agreement.lost)}"
                 )
-            now = time.monotonic()
-            frozen_since = (frozen_since or now) if agreement.is_frozen else 0.0
-            if frozen_since and now - frozen_since > PATIENCE:
+            if self._has_waited_for_majority():
                 raise ElasticError(
                     f"the processes that are left cannot agree on how to go on: fewer than half of the members answer "
                     f"process {self.rank}, which waited {PATIENCE:.0f} s for {what}"
                 )
-            if frozen_since and now - frozen_since > _AGAIN:
-                agreement.consider(again=True)
-                self._after_agreement()
             self._changed.wait(0.5)
 
     def _find_row(self) -> Row:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
@@ -28,13 +28,12 @@ from torch.optim import Optimizer
 
 from fullshard.comm.backends import comes_from_backend
 from fullshard.comm.collective import CollectiveTransport
-from fullshard.comm.hosts import HostsTransport
-from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.select import select_transport, simulated_transport
+from fullshard.comm.select import simulated_transport
 from fullshard.comm.waits import PeerFailureError
 from fullshard.elastic.gradients import KeptGradients
 from fullshard.elastic.job import PATIENCE, Job, RepeatStep
 from fullshard.elastic.messages import Followed, Leaving, RowValue, RunOrder, Square
+from fullshard.elastic.regroup import RowStore, problem_of, use_process_group
 from fullshard.elastic.rows import Row, replicas_of
 from fullshard.group.parameter import local_tensor
 from fullshard.policies import expect
@@ -43,24 +42,6 @@ from fullshard.torch_private import init_fake_group, init_gloo
 from fullshard.watch.connections import connected_sockets
 
 _CONNECTING = timedelta(seconds=10)  # in which processes of a row connect, once each has its address
-
-
-class _RowStore(dist.Store):  # type: ignore[name-defined]
-    """The store of a row: values travel over the connections of the job, so that no wait outlives a process."""
-
-    def __init__(self, set_value: Callable[[str, bytes], None], get_value: Callable[[str], bytes]) -> None:
-        super().__init__()
-        self._set_value, self._get_value = set_value, get_value
-
-    def set(self, key: str, value: bytes | str) -> None:
-        self._set_value(key, value.encode() if isinstance(value, str) else bytes(value))
-
-    def get(self, key: str) -> bytes:
-        return self._get_value(key)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        for key in keys:
-            self._get_value(key)
 
 
 class MicroBatch(NamedTuple):
@@ -149,15 +130,16 @@ class Elastic(Job):
         """Names what is trained. A process that joins gets its state here.
 
         Args:
-            model: sharded by ``fully_shard`` without a mesh, alike on all processes, with the same values in each
-                replica.
+            model: sharded by ``fully_shard`` without a mesh, or wrapped, alike on all processes, with the same values
+                in each replica.
             optimizer: of its parameters.
             micro_batches: how many each logical rank runs in a step.
             state: what else a new process must get, by name: objects with ``state_dict()`` and ``load_state_dict()``,
                 such as a learning-rate scheduler. They hold tensors and plain values only.
 
         Raises:
-            ValueError: ``micro_batches`` is less than 1, or ``model`` is not a sharded root.
+            ValueError: ``micro_batches`` is less than 1, ``model`` is not a sharded root, or a group of it replicates,
+                encodes messages, reshards to a part of the ranks or lies on a disk.
             ElasticError: this process joins, and no member is left that has its shard.
 
         Ranks: all, once, after the optimizer was made.
@@ -166,6 +148,9 @@ class Elastic(Job):
         expect(is_right, "micro_batches", micro_batches, "a number of 1 or more", ValueError)
         self._model, self._optimizer, self.micro_batches = model, optimizer, micro_batches
         self._schedule = schedule_of(model, "elastic.begin()")
+        for group in self._schedule.groups:
+            if problem := problem_of(group):
+                raise ValueError(f"elastic.begin() cannot train {group.title}: {problem}")
         params = [param for param in model.parameters() if param.requires_grad]
         with self._changed:
             self._kept = KeptGradients(params, [*model.buffers()], self.replicas)
@@ -259,10 +244,11 @@ class Elastic(Job):
 
     def _enter_row(self, row: Row) -> None:
         before = {ends for _, ends in connected_sockets()}
-        store = _RowStore(partial(self._set_value, row), partial(self._get_value, row))
+        store = RowStore(partial(self._set_value, row), partial(self._get_value, row))
         init_gloo(store, self.shard, self.shards, _CONNECTING)
         self._row_connections = {ends for _, ends in connected_sockets()} - before
-        self._use_process_group(dist.group.WORLD)
+        assert self._schedule is not None
+        use_process_group(self._schedule, dist.group.WORLD, self.step, is_first=self._number == 0)
 
     def _set_value(self, row: Row, key: str, value: bytes) -> None:
         with self._changed:
@@ -278,23 +264,6 @@ class Elastic(Job):
             if (row, key) not in values:
                 raise RuntimeError(f"a process of row {row} has ended")
             return values[row, key]
-
-    def _use_process_group(self, process_group: Any) -> None:
-        """Lets the model shard over another process group of the same size."""
-        schedule, is_first = self._schedule, self._number == 0
-        assert schedule is not None
-        checks = schedule.checks if is_first else []
-        for group in schedule.groups:
-            transport = select_transport(process_group, group.device)
-            if isinstance(transport, HostsTransport):  # it adds up inside of hosts first, in an order of its own
-                transport = PointToPointTransport()
-            group.data.shard_group = group.reduce_process_group = process_group
-            group.may_share = True
-            group.first_values = group.first_values if is_first else None
-            group.reduce_transport = transport
-            group.use_transport(transport)
-        schedule.begin_over(process_group, self.step)
-        schedule.checks = checks
 
     # -- what to run ---------------------------------------------------------------------------------------------------
 
