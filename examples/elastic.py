@@ -2,11 +2,11 @@
 
 Start the processes one by one, so that the end of one leaves the others alone, and kill any of them::
 
-    export WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500
-    for rank in 0 1 2 3; do RANK=$rank python examples/elastic.py & done
+    for each in 1 2 3 4; do python examples/elastic.py & done
 
-Each prints a line for each step. The last lines have the same digests, whatever was killed. The same command for one
-process, with any ``RANK``, joins the running job; SIGTERM lets a process finish its step and leave.
+Each prints a line for each step. The last lines have the same digests, whatever was killed. The same command joins the
+running job; SIGTERM lets a process finish its step and leave. With a torchrun for each process, one that ends by an
+error is started again: ``torchrun --standalone --max-restarts=3 examples/elastic.py``.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--micro-batches", type=int, default=2, help="of each logical rank in a step")
     parser.add_argument("--directory", type=Path, default=Path("runs/elastic"), help="where a new process finds others")
+    parser.add_argument("--processes", type=int, default=4, help="that begin the job")
     options = parser.parse_args()
 
-    elastic = Elastic(replicas=2, directory=options.directory)
+    elastic = Elastic(replicas=2, directory=options.directory, processes=options.processes)
     corpus = data.standard_library()
     torch.manual_seed(0)  # the same initial weights on every process
     model = GPT(MODELS["small"])

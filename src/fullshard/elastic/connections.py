@@ -194,8 +194,9 @@ def ask(address: Address, key: bytes, patience: float) -> Any:
     return answer.result(patience)
 
 
-def host_address(towards: str) -> str:
-    """The address at which a host that this one reaches as ``towards`` can reach this one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+def host_address(towards: str = "192.0.2.1") -> str:
+    """The address at which a host that this one reaches as ``towards``, by default any other, can reach this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, suppress(OSError):
         asked.connect((towards, 9))  # sends nothing
         return str(asked.getsockname()[0])
+    return "127.0.0.1"

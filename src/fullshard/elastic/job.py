@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from fullshard.comm.waits import WAITS, waiting
 from fullshard.elastic.agreement import KINDS, Agreement, Membership, Stage
 from fullshard.elastic.connections import HANGS, Connections, ask, host_address
+from fullshard.elastic.founding import founders, key_of, take_number
 from fullshard.elastic.gradients import Kept, KeptGradients
 from fullshard.elastic.messages import (
     Candidate,
@@ -40,6 +41,7 @@ from fullshard.elastic.messages import (
 from fullshard.elastic.rows import Row, arrange, shard_for
 from fullshard.elastic.state import load_state, pack_state
 from fullshard.figures import listeners_of
+from fullshard.platforms import host_id
 from fullshard.policies import expect
 from fullshard.schedule.schedule import Schedule
 from fullshard.torch_private import launched
@@ -50,6 +52,7 @@ _log = logging.getLogger("fullshard")
 PATIENCE = 30.0  # seconds in which a change must be decided
 _SILENCE = 30.0  # seconds after which a process that says nothing is taken for lost, unless the user says
 _ANSWER = 5.0  # seconds in which a member must answer a new process
+_POLL = 0.2  # seconds between two looks at a directory
 _AGAIN = 1.0  # seconds after which a change is proposed again
 _MEETING = "fullshard/elastic"
 
@@ -69,7 +72,7 @@ class Job:
     _optimizer: Optimizer
     _state: Mapping[str, Any]
 
-    def __init__(self, replicas: int, seed: int, directory: str | Path | None) -> None:
+    def __init__(self, replicas: int, seed: int, directory: str | Path | None, processes: int | None = None) -> None:
         self.replicas, self.seed, self.step, self.has_left = replicas, seed, 0, False
         self._is_done = self._is_closed = False  # whether all steps are made, and whether the others know
         self._changed = threading.Condition(threading.RLock())
@@ -97,16 +100,54 @@ class Job:
         self._followers: set[int] = set()  # new processes that follow this one
         self._fetching: set[int] = set()
         self._last_number = 0  # of the processes that have ever been
-        self._newcomer = 0.0  # when a process was welcomed that is no member yet
+        self._newcomer = math.inf  # when a process was welcomed that is no member yet; infinite before the job begins
         self._directory = Path(directory) if directory is not None else None
         if (welcome := self._find_job()) is not None:
             self._join(*welcome)
+        elif processes is None:
+            self._found_by_launcher()
+        elif self._directory is None:
+            raise ValueError("processes is given without a directory, in which they are to find each other")
         else:
-            self._found()
+            self._found_by_directory(self._directory, processes)
 
-    def _found(self) -> None:
-        """Begins a job, with all processes of the launcher."""
+    def _found_by_launcher(self) -> None:
+        """Begins a job with all processes of the launcher."""
         store, rank, size = launched()
+        key = store_once(store, f"{_MEETING}/key", os.urandom(16).hex())
+        self._begin_alone(rank, size)
+        self._connections = self._open(bytes.fromhex(key), host_address(os.environ["MASTER_ADDR"]))
+        store.set(f"{_MEETING}/{rank}", json.dumps(self._connections.address))
+        self._found([json.loads(store.get(f"{_MEETING}/{other}")) for other in range(size)])
+
+    def _found_by_directory(self, directory: Path, processes: int) -> None:
+        """Begins a job with as many processes as the user says, or joins it, if that many others were faster."""
+        key = key_of(directory)
+        self._begin_alone(-1, processes)
+        connections = self._connections = self._open(key, host_address())
+
+        def answers(said: Any) -> bool:
+            with suppress(OSError, EOFError):
+                ask(tuple(said[1]), key, _ANSWER)
+                return True
+            return False
+
+        mine = [host_id(), [*connections.address]]
+        while (number := take_number(directory, processes, mine, answers)) is None or (
+            found := founders(directory, processes)
+        ) is None:
+            if number is None and (welcome := self._find_job()) is not None:
+                connections.close()
+                self._join(*welcome)
+                return
+            time.sleep(_POLL)
+        found.sort()  # processes of a host are neighbours, and so in one row if it has enough
+        connections.me = found.index(mine)
+        self._begin_alone(connections.me, processes)
+        self._found([address for _, address in found])
+
+    def _begin_alone(self, rank: int, size: int) -> None:
+        """Notes what a job of ``size`` processes begins with."""
         replicas = self.replicas
         expect(size % replicas == 0, "replicas", replicas, f"a divisor of the number of processes, {size}", ValueError)
         self.rank, self.size, self.shards = rank, size, size // replicas
@@ -114,19 +155,19 @@ class Job:
         shard_of = {process: process % self.shards for process in range(size)}
         first = Membership(0, 0, tuple(shard_of.items()), arrange((), shard_of, self.shards, replicas))
         self._agreement = Agreement(rank, self.shards, replicas, first)
-        key = store_once(store, f"{_MEETING}/key", os.urandom(16).hex())
-        self._connections = self._open(bytes.fromhex(key), os.environ["MASTER_ADDR"])
-        store.set(f"{_MEETING}/{rank}", json.dumps(self._connections.address))
-        found = {other: json.loads(store.get(f"{_MEETING}/{other}")) for other in range(size)}
-        missing = self._connections.connect({each: tuple(address) for each, address in found.items()}, 2 * PATIENCE)
-        if missing:
-            raise ElasticError(f"processes {sorted(missing)} did not connect with process {rank}")
+
+    def _found(self, addresses: Sequence[Any]) -> None:
+        """Connects with the first processes, by their ranks."""
+        found = {process: tuple(address) for process, address in enumerate(addresses)}
+        if missing := self._connections.connect(found, 2 * PATIENCE):
+            raise ElasticError(f"processes {sorted(missing)} did not connect with process {self.rank}")
+        self._newcomer = 0.0
         self._publish()
 
-    def _open(self, key: bytes, towards: str) -> Connections:
+    def _open(self, key: bytes, address: str) -> Connections:
         hang = float(os.environ.get("FULLSHARD_HANG_TIMEOUT", "inf"))
         heard, limits = (self._receive, self._lose, self._suspect), (_SILENCE if hang == math.inf else hang, hang)
-        return Connections(self.rank, key, host_address(towards), *heard, *limits, self._progress, self._welcome)
+        return Connections(self.rank, key, address, *heard, *limits, self._progress, self._welcome)
 
     def _has_waited_for_majority(self) -> bool:
         return time.monotonic() > self._frozen_since + PATIENCE
@@ -159,7 +200,7 @@ class Job:
         if self._directory is None:
             return None
         while True:
-            files, answers = sorted(self._directory.glob("*.json"), key=lambda file: int(file.stem)), 0
+            files, answers = sorted(self._directory.glob("[0-9]*.json"), key=lambda file: int(file.stem)), 0
             for file in files:
                 with suppress(OSError, EOFError, ValueError):
                     said = json.loads(file.read_text(encoding="utf-8"))
@@ -171,7 +212,7 @@ class Job:
                 for file in files:
                     file.unlink(missing_ok=True)
                 return None
-            time.sleep(0.2)
+            time.sleep(_POLL)
 
     def _welcome(self) -> Welcome | None:
         """What a new process is told; ``None`` while another one is new, and by all members but the first."""
@@ -198,7 +239,7 @@ class Job:
         self.rank, self.shard, self.size = welcome.number, welcome.shard, welcome.size
         self.shards, self._sources = welcome.size // welcome.replicas, welcome.sources
         self._agreement = Agreement(self.rank, self.shards, self.replicas)
-        self._connections = self._open(key, next(iter(welcome.addresses.values()))[0])
+        self._connections = self._open(key, host_address(next(iter(welcome.addresses.values()))[0]))
         for process in self._connections.connect(welcome.addresses, _ANSWER):
             self._agreement.suspect(process)  # it has ended meanwhile, or is stopped
 

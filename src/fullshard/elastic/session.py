@@ -91,6 +91,8 @@ class Elastic(Job):
             that depends on the seed, the step, the logical rank and the number of the micro-batch only.
         directory: where members write down how to reach them, which all processes of the job see. A process that finds
             a member there joins the running job, whatever its launcher says. Without one, nobody can join.
+        processes: how many begin the job. They find each other in the directory, and each may have a launcher of its
+            own, or none. Their ranks are in the order of their hosts. ``None``: all processes of the launcher.
 
     Attributes:
         rank: the number of this process, of ``size`` at the beginning.
@@ -99,17 +101,20 @@ class Elastic(Job):
         has_left: whether this process was asked to leave, by :meth:`leave` or SIGTERM.
 
     Raises:
-        ValueError: no launcher started the process, or ``replicas`` does not divide the number of processes.
+        ValueError: no launcher started the process, ``processes`` is given without a directory, or ``replicas`` does
+            not divide the number of processes.
         RuntimeError: a process group exists already.
 
     Ranks: all processes, first of all.
     """
 
-    def __init__(self, *, replicas: int, seed: int = 0, directory: str | Path | None = None) -> None:
+    def __init__(
+        self, *, replicas: int, seed: int = 0, directory: str | Path | None = None, processes: int | None = None
+    ) -> None:
         expect(isinstance(replicas, int) and replicas > 0, "replicas", replicas, "a number of 1 or more", ValueError)
         if dist.is_initialized():
             raise RuntimeError("a process group exists already: make Elastic in place of calling init_process_group()")
-        super().__init__(replicas, seed, directory)
+        super().__init__(replicas, seed, directory, processes)
         init_fake_group(self.shards, self.shard)
         self._until_begin = ExitStack()
         self._until_begin.enter_context(simulated_transport(lambda _: CollectiveTransport()))
