@@ -12,7 +12,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
@@ -192,6 +192,14 @@ def ask(address: Address, key: bytes, patience: float) -> Any:
 
     threading.Thread(target=call, name="fullshard-elastic-ask", daemon=True).start()
     return answer.result(patience)
+
+
+def answers(address: Sequence[Any], key: bytes, patience: float) -> bool:
+    """Whether a process still is at an address."""
+    with suppress(OSError, EOFError):
+        ask((address[0], address[1]), key, patience)
+        return True
+    return False
 
 
 def host_address(towards: str = "192.0.2.1") -> str:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 
 from fullshard.comm.waits import WAITS, waiting
 from fullshard.elastic.agreement import KINDS, Agreement, Membership, Stage
-from fullshard.elastic.connections import HANGS, Connections, ask, host_address
+from fullshard.elastic.connections import HANGS, Connections, answers, ask, host_address
 from fullshard.elastic.founding import founders, key_of, take_number
 from fullshard.elastic.gradients import Kept, KeptGradients
 from fullshard.elastic.messages import (
@@ -125,15 +126,9 @@ class Job:
         key = key_of(directory)
         self._begin_alone(-1, processes)
         connections = self._connections = self._open(key, host_address())
-
-        def answers(said: Any) -> bool:
-            with suppress(OSError, EOFError):
-                ask(tuple(said[1]), key, _ANSWER)
-                return True
-            return False
-
         mine = [host_id(), [*connections.address]]
-        while (number := take_number(directory, processes, mine, answers)) is None or (
+        is_there = partial(answers, key=key, patience=_ANSWER)
+        while (number := take_number(directory, processes, mine, lambda said: is_there(said[1]))) is None or (
             found := founders(directory, processes)
         ) is None:
             if number is None and (welcome := self._find_job()) is not None:
