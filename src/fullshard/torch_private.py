@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
@@ -429,16 +429,20 @@ def init_fake_group(size: int, rank: int) -> None:
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)  # type: ignore[attr-defined]
 
 
-def init_gloo(store: Any, rank: int, size: int, connecting: Any) -> None:
-    """Make a default process group of gloo whose processes connect within a time, or RuntimeError is raised."""
+def init_with_gloo(store: Any, rank: int, size: int, connecting: Any, kinds: Collection[str]) -> None:
+    """Make a default process group of gloo, and of the usual backends for further kinds of devices. RuntimeError is
+    raised if processes do not connect within a time."""
+    others = {kind: dist.get_default_backend_for_device(kind) for kind in kinds if kind != "cpu"}
+    backends = ",".join(["cpu:gloo", *(f"{kind}:{backend}" for kind, backend in others.items())]) if others else "gloo"
     try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=connecting)
+        dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=connecting)
     except BaseException:  # the number of groups stays counted, and names keys: the next one would find no peer
         init_fake_group(size, rank)
         dist.destroy_process_group()
         raise
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    backend._set_default_timeout(dist.default_pg_timeout)
+    for kind in ("cpu", *others):
+        backend = dist.group.WORLD._get_backend(torch.device(kind))  # type: ignore[union-attr]
+        backend._set_default_timeout(dist.default_pg_timeout)
 
 
 def launched() -> tuple[Any, int, int]:

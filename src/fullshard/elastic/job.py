@@ -19,10 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.comm.waits import WAITS, waiting
+from fullshard.device import is_host
 from fullshard.elastic.agreement import KINDS, Agreement, Membership, Stage
 from fullshard.elastic.connections import HANGS, Connections, answers, ask, host_address
 from fullshard.elastic.founding import founders, key_of, take_number
@@ -490,6 +492,9 @@ class Job:
             if ends in self._row_connections:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+        groups, world = self._schedule.groups if self._schedule is not None else (), dist.group.WORLD
+        if world is not None and not all(is_host(group.device) for group in groups):
+            threading.Thread(target=world.abort, daemon=True).start()  # NCCL waits on the device
 
 
 def store_once(store: Any, key: str, value: str) -> str:

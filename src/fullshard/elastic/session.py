@@ -38,7 +38,7 @@ from fullshard.elastic.rows import Row, replicas_of
 from fullshard.group.parameter import local_tensor
 from fullshard.policies import expect
 from fullshard.schedule.unit import schedule_of
-from fullshard.torch_private import init_fake_group, init_gloo
+from fullshard.torch_private import init_fake_group, init_with_gloo
 from fullshard.watch.connections import connected_sockets
 
 _CONNECTING = timedelta(seconds=10)  # in which processes of a row connect, once each has its address
@@ -250,9 +250,10 @@ class Elastic(Job):
     def _enter_row(self, row: Row) -> None:
         before = {ends for _, ends in connected_sockets()}
         store = RowStore(partial(self._set_value, row), partial(self._get_value, row))
-        init_gloo(store, self.shard, self.shards, _CONNECTING)
-        self._row_connections = {ends for _, ends in connected_sockets()} - before
         assert self._schedule is not None
+        kinds = {group.device.type for group in self._schedule.groups}
+        init_with_gloo(store, self.shard, self.shards, _CONNECTING, kinds)
+        self._row_connections = {ends for _, ends in connected_sockets()} - before
         use_process_group(self._schedule, dist.group.WORLD, self.step, is_first=self._number == 0)
 
     def _set_value(self, row: Row, key: str, value: bytes) -> None:
