@@ -78,7 +78,7 @@ UNORDERED = ("_said", "_told")
 
 
 def identity(process: Watched) -> Any:
-    state = {name: value for name, value in vars(process).items() if name not in ("notes", "outbox")}
+    state = {name: value for name, value in vars(process).items() if name not in ("notes", "outbox", "row_from")}
     for name in UNORDERED:
         state[name] = dict(sorted(state[name].items()))
     if process._proposal is not None:

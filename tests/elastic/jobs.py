@@ -29,7 +29,8 @@ class Job:
     """What is to happen in a job.
 
     ``faults`` are those of each process, by its rank. ``joins`` are the numbers of steps after which one more process
-    is started. ``hosts`` has a letter for the pretended host of each process, by its rank modulo the letters.
+    is started. ``hosts`` has a letter for the pretended host of each process, by its rank modulo the letters. Steps are
+    rounds of ``every`` inner steps, unless that is 0.
     """
 
     shards: int = 2
@@ -43,6 +44,9 @@ class Job:
     micro_batches: int = 2
     groups: str = "blocks"
     hosts: str = "a"
+    every: int = 0
+    quorum: int = 1
+    grace: float = 30.0
 
 
 @dataclass
@@ -116,7 +120,7 @@ def _free_port() -> int:
 def _start(job: Job, directory: str, port: int, rank: int) -> ForkServerProcess:
     plan = {"steps": job.steps, "replicas": job.replicas, "directory": f"{directory}/members", "pause": job.pause}
     plan |= {"faults": job.faults.get(rank, ()), "micro_batches": job.micro_batches, "groups": job.groups}
-    plan["host"] = job.hosts[rank % len(job.hosts)]
+    plan |= {"host": job.hosts[rank % len(job.hosts)], "every": job.every, "quorum": job.quorum, "grace": job.grace}
     env = {"RANK": str(rank), "WORLD_SIZE": str(job.shards * job.replicas), "FULLSHARD_TRANSPORT": job.transport}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FULLSHARD_HANG_TIMEOUT": str(job.silence)}
     process = _context.Process(target=_run_process, args=(plan, env, f"{directory}/{rank}"))

@@ -1,10 +1,11 @@
 """A program that trains on an elastic job, and what goes wrong in it: run by :mod:`tests.elastic.jobs`.
 
 Its one argument is JSON: ``steps``, ``replicas``, ``directory``, ``pause`` (seconds between steps), ``micro_batches``,
-``groups`` (which modules are a group of their own, or ``wrapped``), ``host`` (a pretended one) and ``faults``: triples
-of a step, a place and what happens there, a signal or the seconds that the process sleeps. At the place ``time`` it
-happens in another thread, so many milliseconds after the process has begun to train as the first number says. Prints a
-line of JSON for each micro-batch, each step, each fault and the end.
+``groups`` (which modules are a group of their own, or ``wrapped``), ``host`` (a pretended one), ``every``, ``quorum``
+and ``grace`` (of rounds, if ``every`` is not 0) and ``faults``: triples of a step, a place and what happens there, a
+signal or the seconds that the process sleeps. At the place ``time`` it happens in another thread, so many milliseconds
+after the process has begun to train as the first number says. Prints a line of JSON for each micro-batch, each step,
+each fault and the end.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import torch
 from torch import nn
 
 from fullshard import FullyShardedDataParallel, fully_shard, platforms
-from fullshard.elastic import Elastic, ElasticError
+from fullshard.elastic import Elastic, ElasticError, LocalRounds
 from fullshard.figures import listen
+from fullshard.group.parameter import local_tensor
 from fullshard.schedule.unit import schedule_of
 
 torch.set_num_threads(1)
@@ -102,10 +104,15 @@ def train(plan: Mapping[str, Any]) -> None:
             fully_shard(block)
         fully_shard(model)
     micro_batches = plan["micro_batches"]
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    params = [each for each in model.parameters() if each.requires_grad]
+    inner = optimizer = torch.optim.AdamW(params, lr=1e-2)
+    local = None
+    if every := plan.get("every", 0):
+        optimizer = torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+        local = LocalRounds(inner, every=every, quorum=plan["quorum"], grace=plan["grace"])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     try:
-        elastic.begin(model, optimizer, micro_batches=micro_batches, state={"scheduler": scheduler})
+        elastic.begin(model, optimizer, micro_batches=micro_batches, state={"scheduler": scheduler}, local=local)
         listen(schedule_of(model, "train"), lambda figures: tell(figures=figures))
         begin_timers()
         for step in elastic.steps(plan["steps"]):
@@ -122,8 +129,11 @@ def train(plan: Mapping[str, Any]) -> None:
                     output = model(x, (micro_batch.step + micro_batch.number + replica) % 3 == 0)
                     output.register_hook(partial(backward, step.number, micro_batch.number))
                     output.square().mean().div(micro_batches).backward()
+                    if local is not None and micro_batch.is_last:
+                        inner.step()
+                        inner.zero_grad()
                 at(step.number, "clip")
-                step.clip_grad_norm_(0.1)
+                step.clip_grad_norm_(0.1 if local is None else 10.0)
                 at(step.number, "step")
                 optimizer.step()
                 at(step.number, "stepped")
@@ -138,7 +148,8 @@ def train(plan: Mapping[str, Any]) -> None:
     tensors = [getattr(each, "_local_tensor", each) for each in (*model.parameters(), *model.buffers(), *state)]
     data = b"".join(each.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in tensors)
     digest = hashlib.sha256(data + str(scheduler.state_dict()["_last_lr"]).encode()).hexdigest()[:16]
-    tell(ended=elastic.rank, shard=elastic.shard, step=elastic.step, digest=digest)
+    values = [each.tolist() for each in map(local_tensor, params)] if local is not None else []
+    tell(ended=elastic.rank, shard=elastic.shard, step=elastic.step, digest=digest, values=values)
     elastic.close()
 
 

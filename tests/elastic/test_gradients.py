@@ -8,9 +8,9 @@ from torch import nn
 from fullshard.elastic.gradients import KeptGradients
 
 
-def made(replicas: int) -> tuple[nn.Module, KeptGradients]:
+def made() -> tuple[nn.Module, KeptGradients]:
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
-    return model, KeptGradients([*model.parameters()], [*model.buffers()], replicas)
+    return model, KeptGradients([*model.parameters()], [*model.buffers()])
 
 
 def fill(model: nn.Module, seed: int) -> None:
@@ -20,26 +20,26 @@ def fill(model: nn.Module, seed: int) -> None:
 
 
 def test_the_mean_has_the_bits_of_a_sum_in_the_order_of_replicas_whoever_has_the_terms() -> None:
-    model, mine = made(3)
-    other_model, theirs = made(3)
+    model, mine = made()
+    other_model, theirs = made()
     terms = []
     for replica, kept, each in ((2, theirs, other_model), (0, mine, model), (1, theirs, other_model)):
         fill(each, replica)
         terms.append((replica, [param.grad.clone() for param in each.parameters() if param.grad is not None]))
         told = kept.keep(7, replica)
         (mine if kept is theirs else theirs).add(told)
-    assert mine.has_all(7)
+    assert mine.has_all(7, range(3))
     assert theirs.replicas_of(7) == [0, 1, 2]
     ordered = [grads for _, grads in sorted(terms, key=lambda each: each[0])]
     for kept, each in ((mine, model), (theirs, other_model)):
-        kept.show_mean(7)
+        kept.show_mean(7, range(3))
         for index, param in enumerate(each.parameters()):
             a, b, c = (grads[index] for grads in ordered)
             assert torch.equal(param.grad, (a + b + c) / 3)  # type: ignore[arg-type]
 
 
 def test_gradients_of_some_replicas_only_and_of_none() -> None:
-    model, kept = made(2)
+    model, kept = made()
     first, second, *rest = model.parameters()
     kept.begin()
     first.grad = torch.full_like(first, 2.0)
@@ -47,7 +47,7 @@ def test_gradients_of_some_replicas_only_and_of_none() -> None:
     kept.begin()
     first.grad, second.grad = torch.full_like(first, 4.0), torch.full_like(second, 6.0)
     kept.keep(0, 1)
-    kept.show_mean(0)
+    kept.show_mean(0, range(2))
     assert first.grad is not None
     assert second.grad is not None
     assert first.grad.eq(3.0).all()
@@ -56,25 +56,25 @@ def test_gradients_of_some_replicas_only_and_of_none() -> None:
 
 
 def test_buffers_are_those_of_the_first_replica_and_each_begins_with_the_same() -> None:
-    model, kept = made(2)
+    model, kept = made()
     for replica in (1, 0):
         kept.begin()
         assert model[1].running_mean.eq(0).all()  # type: ignore[index, union-attr]
         model[1].running_mean.fill_(replica + 1.0)  # type: ignore[index, operator]
         kept.keep(0, replica)
-    kept.show_mean(0)
+    kept.show_mean(0, range(2))
     assert model[1].running_mean.eq(1).all()  # type: ignore[index, union-attr]
 
 
 def test_what_another_process_kept_lasts_for_one_more_step() -> None:
-    model, mine = made(2)
-    _, theirs = made(2)
+    model, mine = made()
+    _, theirs = made()
     for step in (0, 1):
         fill(model, step)
         theirs.add(mine.keep(step, 0))
     again = theirs.tell_again(0)
     assert [(kept.step, kept.replica) for kept in again] == [(0, 0)]
-    _, third = made(2)
+    _, third = made()
     third.add(again[0])
     third.add(mine.with_data(mine.keep(1, 1))._replace(host="elsewhere"))
     fill(model, 0)
@@ -87,12 +87,12 @@ def test_what_another_process_kept_lasts_for_one_more_step() -> None:
 
 
 def test_a_packed_mean_is_shown_elsewhere() -> None:
-    model, kept = made(1)
+    model, kept = made()
     fill(model, 5)
     next(model.parameters()).grad = None
     kept.keep(0, 0)
-    kept.show_mean(0)
-    other, theirs = made(1)
+    kept.show_mean(0, [0])
+    other, theirs = made()
     theirs.show_packed(*kept.pack_mean())
     for mine, copied in zip(model.parameters(), other.parameters(), strict=True):
         assert (mine.grad is None) == (copied.grad is None)

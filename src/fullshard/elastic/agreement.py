@@ -15,6 +15,10 @@ counted nowhere, and is repeated. If none does, it may have counted somewhere, a
 *Memberships are decided one after another*, each by single-decree Paxos (Lamport, "Paxos Made Simple", 2001) among the
 members before. A quorum is a majority of them; or all that are left, if each of these has read the last message of
 every other one: then nobody who knows of a different decision is left, nor is a message on its way.
+
+*No two members step with different replicas*, if the first member chooses which ones take part. It chooses once for
+each step under a membership, so all that are complete under it are complete with the same replicas. A step that did not
+count before a new membership is chosen anew under it, and nobody stays complete.
 """
 
 from __future__ import annotations
@@ -56,6 +60,14 @@ class Complete(NamedTuple):
 
     number: int
     step: int
+
+
+class Chosen(NamedTuple):
+    """The sender, the first member, has chosen which replicas take part in a step."""
+
+    number: int
+    step: int
+    replicas: tuple[Any, ...]
 
 
 class Prepare(NamedTuple):
@@ -102,8 +114,8 @@ class Decided(NamedTuple):
     value: Membership
 
 
-Message = Complete | Prepare | Promise | Accept | Accepted | Refused | Decided
-KINDS: tuple[type[Any], ...] = (Complete, Prepare, Promise, Accept, Accepted, Refused, Decided)
+Message = Complete | Chosen | Prepare | Promise | Accept | Accepted | Refused | Decided
+KINDS: tuple[type[Any], ...] = (Complete, Chosen, Prepare, Promise, Accept, Accepted, Refused, Decided)
 
 
 class _Proposal:
@@ -122,18 +134,21 @@ class Agreement:
     Attributes:
         step: the step that runs: all steps before it count here.
         candidates: processes that are no members and ask to be, with their shards.
+        chosen: the replicas that take part in a step, if they are chosen.
         outbox: messages to send, each with its receiver, in this order.
     """
 
     def __init__(self, me: int, shards: int, replicas: int, membership: Membership | None = None) -> None:
         self.me, self._shards, self._replicas = me, shards, replicas
         self.membership = membership or Membership(-1, 0, (), ())
+        self.row_from = dict.fromkeys(self.membership.rows, self.membership.step)  # the step from which on each is one
         self.state = Stage.RUNNING if me in self.membership.shard_of else Stage.OUT
         self.step = self.membership.step
         self.lost: set[int] = set()
         self.suspected: set[int] = set()
         self.hanging: set[int] = set()  # of these, those that answer and yet do not train
         self.candidates: dict[int, int] = {}
+        self.chosen: dict[int, tuple[Any, ...]] = {}
         self.outbox: list[tuple[int, Message]] = []
         self._is_complete = False  # whether all gradients of this step are there
         self._said: dict[int, set[int]] = {}  # which members are complete, by the step
@@ -166,6 +181,12 @@ class Agreement:
             self.state = Stage.COMPLETE
             self._send(self.members, Complete(self.membership.number, self.step))
             self._note_complete(self.me, self.step)
+
+    def choose(self, replicas: tuple[Any, ...]) -> None:
+        """Chooses which replicas take part in the step that runs, once. Does so on the first member only."""
+        if self.state is Stage.RUNNING and next(iter(self.members)) == self.me and self.step not in self.chosen:
+            self.chosen[self.step] = replicas
+            self._send(self.members, Chosen(self.membership.number, self.step, replicas))
 
     def follow(self, step: int) -> None:
         """A process that is no member has stepped as the members have, and ``step`` runs now."""
@@ -322,17 +343,19 @@ class Agreement:
             return
         before, mine = self.members, self._is_complete
         self._send(before.keys() | value.shard_of.keys(), message)
-        has_stepped = value.step > self.step
+        has_stepped, is_chosen = value.step > self.step, self.step in self.chosen
+        self.chosen = {step: replicas for step, replicas in self.chosen.items() if step < value.step}
         self.candidates.clear()  # those that are not among the members ask again
         may_step = mine or self.me in value.joined
         if self.me not in value.shard_of or (has_stepped and not may_step) or value.step - self.step > 1:
             self.membership, self.state = value, Stage.OUT
             return
         self.membership, self.state, self.step = value, Stage.RUNNING, value.step
-        self._is_complete = mine and not has_stepped
+        self._is_complete = mine and not has_stepped and not is_chosen
         self._said, self._promised, self._accepted, self._proposal, self._answered = {}, (0, -1), None, None, None
         if self._is_complete:
             self.complete()
+        self.row_from = {row: self.row_from.get(row, value.step) for row in value.rows}
         early, self._early = self._early, []
         for each in early:
             self.receive(*each)
@@ -364,6 +387,10 @@ class Agreement:
         known = {*receivers} - self.lost - {self.me}
         self.outbox += [(receiver, message) for receiver in sorted(known)]
 
+    def _hear_chosen(self, sender: int, message: Chosen) -> None:
+        if message.number == self.membership.number:
+            self.chosen[message.step] = message.replicas
+
     def _hear_complete(self, sender: int, message: Complete) -> None:
         if sender in self.members and message.number == self.membership.number:
             self._note_complete(sender, message.step)
@@ -374,6 +401,8 @@ class Agreement:
 TABLE: dict[tuple[Stage, type[Any]], Callable[[Agreement, int, Any], None]] = {
     (Stage.RUNNING, Complete): Agreement._hear_complete,
     (Stage.COMPLETE, Complete): Agreement._hear_complete,
+    (Stage.RUNNING, Chosen): Agreement._hear_chosen,
+    (Stage.COMPLETE, Chosen): Agreement._hear_chosen,
     **{(state, Prepare): Agreement._answer_prepare for state in (Stage.RUNNING, Stage.COMPLETE, Stage.FROZEN)},
     (Stage.OUT, Prepare): Agreement._promise_as_candidate,
     **{(state, Accept): Agreement._answer_accept for state in (Stage.RUNNING, Stage.COMPLETE, Stage.FROZEN)},

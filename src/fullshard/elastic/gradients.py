@@ -10,7 +10,7 @@ added up those of this step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -18,9 +18,11 @@ import torch
 from torch import nn
 
 from fullshard.buffer.shared_memory import Address, Segment
+from fullshard.elastic.rows import Row
 from fullshard.group.parameter import local_tensor
 from fullshard.platforms import host_id
 
+Replica = int | Row  # a logical replica, or a row that trains apart from others
 _ALIGNED = 64
 
 
@@ -28,8 +30,8 @@ class Kept(NamedTuple):
     """Gradients of one logical replica in a step, for one shard, as told to others."""
 
     step: int
-    replica: int
-    present: tuple[bool, ...]  # of each tensor, whether there is one
+    replica: Replica
+    present: tuple[bool, ...]  # of each parameter, whether there is one
     host: str
     address: Address
     data: bytes | None = None  # for processes on other hosts
@@ -45,26 +47,26 @@ class _Memory(NamedTuple):
 class KeptGradients:
     """The gradients of the parameters, and the buffers that a forward changes, on one process.
 
-    Buffers belong to the first logical replica: after a step, all have what it has computed.
+    Buffers belong to the first replica: after a step, all have what it has computed.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor], replicas: int) -> None:
-        self._params, self._buffers, self._replicas = params, buffers, replicas
+    def __init__(self, params: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor]) -> None:
+        self._params, self._buffers = params, buffers
         kept = [*map(local_tensor, params), *buffers]
         *starts, self._nbytes = accumulate([-(-each.nbytes // _ALIGNED) * _ALIGNED for each in kept], initial=0)
         self._layout = [(start, each.shape, each.dtype) for start, each in zip(starts, kept, strict=True)]
-        self._own: dict[tuple[int, int], _Memory] = {}  # by the replica and whether the step is odd
+        self._own: dict[tuple[Replica, int], _Memory] = {}  # by the replica and whether the step is odd
         self._opened: dict[Address, _Memory] = {}
-        self._of: dict[tuple[int, int], tuple[_Memory, tuple[bool, ...]]] = {}  # by the step and the replica
+        self._of: dict[tuple[int, Replica], tuple[_Memory, tuple[bool, ...]]] = {}  # by the step and the replica
         self._before = [buffer.clone() for buffer in buffers]
         self._grads: list[Any] = [None] * len(params)
 
-    def replicas_of(self, step: int) -> list[int]:
-        """The logical replicas whose gradients of a step are here."""
-        return [replica for replica in range(self._replicas) if (step, replica) in self._of]
+    def replicas_of(self, step: int) -> list[Any]:
+        """The replicas whose gradients of a step are here."""
+        return sorted(replica for of, replica in self._of if of == step)
 
-    def has_all(self, step: int) -> bool:
-        return all((step, replica) in self._of for replica in range(self._replicas))
+    def has_all(self, step: int, replicas: Iterable[Replica]) -> bool:
+        return all((step, replica) in self._of for replica in replicas)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -75,18 +77,17 @@ class KeptGradients:
             param.grad = None
 
     @torch.no_grad()
-    def keep(self, step: int, replica: int) -> Kept:
-        """Keeps the gradients that a logical replica has computed, in place of ``param.grad``."""
+    def keep(self, step: int, replica: Replica) -> Kept:
+        """Keeps the gradients that a replica has computed, in place of ``param.grad``."""
         grads = [param.grad for param in self._params]
-        present = (*(grad is not None for grad in grads), *[replica == 0] * len(self._buffers))
+        present = tuple(grad is not None for grad in grads)
         memory = self._own_memory(step, replica)
         for index, (grad, view) in enumerate(zip(grads, memory.views, strict=False)):
             if grad is not None:
                 view.copy_(local_tensor(grad))
                 self._grads[index], self._params[index].grad = grad, None
         for buffer, view in zip(self._buffers, memory.views[len(grads) :], strict=True):
-            if replica == 0:
-                view.copy_(buffer)
+            view.copy_(buffer)
         return self._note(step, replica, memory, present)
 
     def tell_again(self, step: int) -> list[Kept]:
@@ -117,9 +118,9 @@ class KeptGradients:
         self._of[kept.step, kept.replica] = memory, kept.present
 
     @torch.no_grad()
-    def show_mean(self, step: int) -> None:
-        """Sets ``param.grad`` to the mean over the logical replicas, and the buffers to those of the first one."""
-        terms = [self._of[step, replica] for replica in range(self._replicas)]
+    def show_mean(self, step: int, replicas: Sequence[Replica]) -> None:
+        """Sets ``param.grad`` to the mean over the replicas, and the buffers to those of the first one."""
+        terms = [self._of[step, replica] for replica in replicas]
         for index in range(len(self._params)):
             found = [memory.views[index] for memory, present in terms if present[index]]
             total = self._show_gradient(index, bool(found))
@@ -127,7 +128,7 @@ class KeptGradients:
                 total.copy_(found[0])
                 for term in found[1:]:
                     total.add_(term)
-                total.div_(self._replicas)
+                total.div_(len(terms))
         self._show_buffers(terms[0][0])
 
     @torch.no_grad()
@@ -152,7 +153,7 @@ class KeptGradients:
                 values.copy_(memory.views[index])
         self._show_buffers(memory)
 
-    def note_buffers(self) -> None:
+    def note_start(self) -> None:
         """Notes the values of the buffers as those from before the next step."""
         for buffer, before in zip(self._buffers, self._before, strict=True):
             before.copy_(buffer)
@@ -167,20 +168,20 @@ class KeptGradients:
     def _show_buffers(self, memory: _Memory) -> None:
         for buffer, view in zip(self._buffers, memory.views[len(self._params) :], strict=True):
             buffer.copy_(view)
-        self.note_buffers()
 
     def forget(self, step: int) -> None:
-        """Forgets the gradients of a step that has been taken."""
+        """Forgets the gradients of a step that has been taken. The next one begins with the state that is now."""
         for key in [key for key in self._of if key[0] <= step]:
             del self._of[key]
+        self.note_start()
 
-    def _own_memory(self, step: int, replica: int) -> _Memory:
+    def _own_memory(self, step: int, replica: Replica) -> _Memory:
         key = replica, step % 2
         if key not in self._own:
             self._own[key] = self._laid_out(Segment.create(self._nbytes))
         return self._own[key]
 
-    def _note(self, step: int, replica: int, memory: _Memory, present: tuple[bool, ...]) -> Kept:
+    def _note(self, step: int, replica: Replica, memory: _Memory, present: tuple[bool, ...]) -> Kept:
         self._of[step, replica] = memory, present
         return Kept(step, replica, present, host_id(), memory.segment.address)
 

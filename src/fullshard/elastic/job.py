@@ -28,7 +28,7 @@ from fullshard.device import is_host
 from fullshard.elastic.agreement import KINDS, Agreement, Membership, Stage
 from fullshard.elastic.connections import HANGS, Connections, answers, ask, host_address
 from fullshard.elastic.founding import founders, key_of, take_number
-from fullshard.elastic.gradients import Kept, KeptGradients
+from fullshard.elastic.gradients import Kept, KeptGradients, Replica
 from fullshard.elastic.messages import (
     Candidate,
     Fetch,
@@ -92,7 +92,7 @@ class Job:
         self._orders: list[RunOrder] = []
         self._has: dict[tuple[int, int], Has] = {}  # by the membership and the process
         self._squares: dict[tuple[int, int], float] = {}  # by the step and the shard
-        self._ordered: set[tuple[int, int]] = set()  # steps and replicas that this row was told to run
+        self._ordered: set[tuple[int, Replica]] = set()  # steps and replicas that this row was told to run
         self._leaving: dict[int, bool] = {}  # whether a process that leaves has made all steps
         self._early: list[Kept] = []
         self._kept: KeptGradients | None = None
@@ -264,7 +264,7 @@ class Job:
             return
         assert self._kept is not None
         load_state(states[0].data, self._model, self._optimizer, self._state)
-        self._kept.note_buffers()
+        self._kept.note_start()
         self.step = states[0].step
         with self._changed:
             self._agreement.follow(self.step)
@@ -382,10 +382,15 @@ class Job:
             self._kept.add(kept)
             self._look_whether_complete()
 
+    def _taking_part(self, step: int) -> Sequence[Replica] | None:
+        """The replicas whose gradients a step needs, if they are known."""
+        return range(self.replicas)
+
     def _look_whether_complete(self) -> None:
-        assert self._kept is not None
+        if self._kept is None or (replicas := self._taking_part(self.step)) is None:
+            return
         # Not before this process has made the step before: others may write to its gradients once this one is complete.
-        if self.step == self._agreement.step and self._kept.has_all(self.step):
+        if self.step == self._agreement.step and self._kept.has_all(self.step, replicas):
             self._agreement.complete()
             self._after_agreement()
 
@@ -418,11 +423,17 @@ class Job:
             for kept in self._kept.tell_again(step):
                 self._tell(kept)
             if step == membership.step:
-                has = Has(membership.number, step, tuple(self._kept.replicas_of(step)))
-                self._has[membership.number, self.rank] = has
-                for process in membership.shard_of:
-                    self._connections.send(process, has)
+                self._tell_has(step)
             self._look_whether_complete()
+
+    def _tell_has(self, step: int) -> None:
+        """Tells all members what this process has of a step."""
+        assert self._kept is not None
+        membership = self._agreement.membership
+        has = Has(membership.number, step, tuple(self._kept.replicas_of(step)))
+        self._has[membership.number, self.rank] = has
+        for process in membership.shard_of:
+            self._connections.send(process, has)
 
     def _tell_change(self, text: str) -> None:
         """Logs how the job changes: one of its processes shows it."""

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from fullshard.elastic.gradients import Replica
 from fullshard.elastic.rows import Row
 
 
 class RunOrder(NamedTuple):
-    """The first process of a row tells the others to run a logical replica."""
+    """The first process of a row tells the others to run one of several replicas."""
 
     row: Row
     step: int
-    replica: int
+    replica: int  # -1: none, because the round counts
+    replicas: int
+
+
+class RunMore(NamedTuple):
+    """The first process of a row tells the others whether the row runs another micro-batch of a round."""
+
+    row: Row
+    step: int
+    number: int
+    is_wanted: bool
 
 
 class Has(NamedTuple):
-    """Which replicas' gradients a process has, when a membership begins."""
+    """Which replicas' gradients a process has, when a membership begins, and whenever it has trained apart."""
 
     number: int
     step: int
-    replicas: tuple[int, ...]
+    replicas: tuple[Replica, ...]
 
 
 class RowValue(NamedTuple):

@@ -30,8 +30,9 @@ from fullshard.comm.backends import comes_from_backend
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.select import simulated_transport
 from fullshard.comm.waits import PeerFailureError
-from fullshard.elastic.gradients import KeptGradients
-from fullshard.elastic.job import PATIENCE, Job, RepeatStep
+from fullshard.elastic.gradients import Replica
+from fullshard.elastic.job import PATIENCE, RepeatStep
+from fullshard.elastic.local import LocalJob, LocalRounds
 from fullshard.elastic.messages import Followed, Leaving, RowValue, RunOrder, Square
 from fullshard.elastic.regroup import RowStore, problem_of, use_process_group
 from fullshard.elastic.rows import Row, replicas_of
@@ -51,15 +52,17 @@ class MicroBatch(NamedTuple):
         step: of the training, from 0.
         number: among the micro-batches of the logical rank in this step, from 0.
         rank: the logical rank, of ``size``.
+        is_last: whether it is the last of the step, or of a step of the inner optimizer in a round.
     """
 
     step: int
     number: int
     rank: int
     size: int
+    is_last: bool
 
 
-class Elastic(Job):
+class Elastic(LocalJob):
     """Trains a model over several replicas, and goes on when processes end: the parameters of every step are those of
     a run that nothing has disturbed, to the bit.
 
@@ -131,6 +134,7 @@ class Elastic(Job):
         *,
         micro_batches: int = 1,
         state: Mapping[str, Any] | None = None,
+        local: LocalRounds | None = None,
     ) -> None:
         """Names what is trained. A process that joins gets its state here.
 
@@ -141,16 +145,19 @@ class Elastic(Job):
             micro_batches: how many each logical rank runs in a step.
             state: what else a new process must get, by name: objects with ``state_dict()`` and ``load_state_dict()``,
                 such as a learning-rate scheduler. They hold tensors and plain values only.
+            local: lets replicas train apart for more than one step at a time; ``optimizer`` is the outer one then.
 
         Raises:
             ValueError: ``micro_batches`` is less than 1, ``model`` is not a sharded root, or a group of it replicates,
-                encodes messages, reshards to a part of the ranks or lies on a disk.
+                encodes messages, reshards to a part of the ranks or lies on a disk; or ``local`` has a quorum of more
+                than ``replicas`` or the same optimizer.
             ElasticError: this process joins, and no member is left that has its shard.
 
         Ranks: all, once, after the optimizer was made.
         """
         is_right = isinstance(micro_batches, int) and micro_batches > 0
         expect(is_right, "micro_batches", micro_batches, "a number of 1 or more", ValueError)
+        of_rounds = self._use_rounds(local, optimizer)
         self._model, self._optimizer, self.micro_batches = model, optimizer, micro_batches
         self._schedule = schedule_of(model, "elastic.begin()")
         for group in self._schedule.groups:
@@ -158,11 +165,11 @@ class Elastic(Job):
                 raise ValueError(f"elastic.begin() cannot train {group.title}: {problem}")
         params = [param for param in model.parameters() if param.requires_grad]
         with self._changed:
-            self._kept = KeptGradients(params, [*model.buffers()], self.replicas)
+            self._kept = self._make_kept(params, [*model.buffers()])
             early, self._early = self._early, []
             for kept in early:
                 self._add(kept)
-        self._steps_before, self._state = 0, state or {}
+        self._steps_before, self._state = 0, {**(state or {}), **of_rounds}
         self._leave_row()  # collectives would do nothing
         self._until_begin.close()
         if self.is_joining:
@@ -239,8 +246,8 @@ class Elastic(Job):
     def _leave_row(self) -> None:
         self._row = ()
         with self._changed:
-            self._orders.clear()
-            self._ordered.clear()
+            for each in (self._orders, self._ordered, self._more):
+                each.clear()
         if dist.is_initialized():
             if self._schedule is not None:
                 self._schedule.reset()
@@ -273,22 +280,20 @@ class Elastic(Job):
 
     # -- what to run ---------------------------------------------------------------------------------------------------
 
-    def next_replica(self, step: int) -> int | None:
-        """The logical replica whose micro-batches this process runs next; ``None`` once the step counts. Waits."""
-        found: list[int] = []
+    def next_order(self, step: int) -> RunOrder | None:
+        """The replica whose micro-batches this process runs next; ``None`` once the step counts. Waits."""
+        found: list[RunOrder] = []
 
         def is_known() -> bool:
             if self._is_in_other_row(self._row):
                 return True
             if self._row and self._row[0] == self.rank:
                 self._give_order(step)
-            orders = [order for order in self._orders if (order.row, order.step) == (self._row, step)]
-            if orders:
-                self._orders.remove(orders[0])
-                found.append(orders[0].replica)
+            if (order := self._take_order(step)) is not None:
+                found.append(order)
             if self._has_lost_source():
                 raise RepeatStep
-            return bool(found) or self._counts(step)
+            return bool(found) or self._has_ended(step)
 
         while True:
             self.follow_membership()
@@ -296,17 +301,20 @@ class Elastic(Job):
                 self.wait_for(is_known, f"the gradients of step {step}")
                 if found:
                     return found[0]
-                if self._counts(step):
+                if self._has_ended(step):
                     return None
 
     def _give_order(self, step: int) -> None:
         """Tells the processes of this row which logical replicas to run, if that is not done."""
         membership, row, kept = self._agreement.membership, self._row, self._kept
         assert kept is not None
+        if self._local is not None:
+            self._give_order_of_round(step)
+            return
         if self._agreement.step != step or self._agreement.is_frozen:
             return
         mine = replicas_of(membership.rows.index(row), len(membership.rows), self.replicas)
-        everywhere: set[int] = set()
+        everywhere: set[Replica] = set()
         if membership.number and membership.step == step:
             said = [self._has.get((membership.number, process)) for process in row]
             if any(each is None for each in said):
@@ -314,23 +322,21 @@ class Elastic(Job):
             everywhere = set.intersection(*[{*each.replicas} for each in said if each is not None])
         for replica in mine:
             if replica not in everywhere and (step, replica) not in self._ordered:
-                self._ordered.add((step, replica))
-                order = RunOrder(row, step, replica)
-                self._orders.append(order)
-                for process in row[1:]:
-                    self._connections.send(process, order)
+                self._send_order(RunOrder(row, step, replica, self.replicas))
 
-    def run(self, step: int, replica: int) -> Iterator[MicroBatch]:
-        """The micro-batches of a logical replica, whose gradients are kept after the last one."""
-        kept = self._kept
+    def run(self, order: RunOrder) -> Iterator[MicroBatch]:
+        """The micro-batches of a replica, whose gradients are kept after the last one."""
+        kept, step = self._kept, order.step
         assert kept is not None
         kept.begin()
-        rank = replica * self.shards + self.shard
-        for number in range(self.micro_batches):
+        rank, size = order.replica * self.shards + self.shard, order.replicas * self.shards
+        for number in range(self.micro_batches * (self._local.every if self._local else 1)):
+            if not self._goes_on(order, number):
+                return
             self._seed(step, rank, number)
-            yield MicroBatch(step, number, rank, self.size)
+            yield MicroBatch(step, number, rank, size, (number + 1) % self.micro_batches == 0)
         with self._changed:
-            self._tell(kept.keep(step, replica))
+            self._tell(kept.keep(step, self._kept_as(order)))
             self._look_whether_complete()
 
     def _seed(self, *of: int) -> None:
@@ -374,6 +380,7 @@ class Elastic(Job):
                 self._agreement.follow(self.step)
                 self._ask_to_be_member()
             self._kept.forget(step)
+            self._agreement.chosen.pop(step, None)
             self._squares = {key: value for key, value in self._squares.items() if key[0] > step}
             self._look_whether_complete()
 
@@ -384,7 +391,7 @@ class Elastic(Job):
         if (followed := self._followed.get(step)) is not None:
             kept.show_packed(followed.data, followed.present)
         else:
-            kept.show_mean(step)
+            kept.show_mean(step, self._taking_part(step) or ())
         self._mean = kept.pack_mean() if self._followers else None
 
     def survives(self, error: BaseException, has_stepped: bool) -> bool:
@@ -422,8 +429,8 @@ class ElasticStep:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         elastic = self._elastic
-        while (replica := elastic.next_replica(self.number)) is not None:
-            yield from elastic.run(self.number, replica)
+        while (order := elastic.next_order(self.number)) is not None:
+            yield from elastic.run(order)
         elastic.show_gradients(self.number)
         self._has_gradients = True
 

@@ -20,16 +20,10 @@ from fullshard.group.parameter import local_tensor
 
 def pack_state(model: nn.Module, optimizer: Optimizer, more: Mapping[str, Any]) -> bytes:
     """What this process has of a model and its optimizer, and the state dicts of ``more``. Called between steps."""
-    of_optimizer = optimizer.state_dict()
-    state = {
-        number: {name: (isinstance(value, DTensor), _detached(value)) for name, value in values.items()}
-        for number, values in of_optimizer["state"].items()
-    }
     packed = {
         "parameters": [_detached(param) for param in model.parameters()],
         "buffers": [*model.buffers()],
-        "state": state,
-        "groups": of_optimizer["param_groups"],
+        "optimizer": state_of(optimizer),
         "more": {name: each.state_dict() for name, each in more.items()},
     }
     data = io.BytesIO()
@@ -45,14 +39,29 @@ def load_state(data: bytes, model: nn.Module, optimizer: Optimizer, more: Mappin
         local_tensor(param).copy_(values)
     for buffer, values in zip(model.buffers(), packed["buffers"], strict=True):
         buffer.copy_(values)
+    load_state_of(optimizer, packed["optimizer"])
+    for name, each in more.items():
+        each.load_state_dict(packed["more"][name])
+
+
+def state_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What this process has of the state of an optimizer, in tensors and plain values."""
+    of_optimizer = optimizer.state_dict()
+    state = {
+        number: {name: (isinstance(value, DTensor), _detached(value)) for name, value in values.items()}
+        for number, values in of_optimizer["state"].items()
+    }
+    return {"state": state, "groups": of_optimizer["param_groups"]}
+
+
+def load_state_of(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
+    """Loads what :func:`state_of` returned."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state = {
         number: {name: _like(params[number], *value) for name, value in values.items()}
         for number, values in packed["state"].items()
     }
     optimizer.load_state_dict({"state": state, "param_groups": packed["groups"]})
-    for name, each in more.items():
-        each.load_state_dict(packed["more"][name])
 
 
 def _detached(value: Any) -> Any:
