@@ -29,6 +29,7 @@ class Limits(NamedTuple):
     deaths: int = 1
     suspicions: int = 0
     ballots: int = 0  # proposals made again because nothing was decided for long
+    choices: int = 0  # of the replicas that take part in a step; 0: all do, and nobody chooses
     asks: int = 0  # whether a process is new, by default the last, and asks to join: 1 one member, 2 all of them
 
 
@@ -42,6 +43,7 @@ class World(NamedTuple):
     installed: tuple[Membership | None, ...]  # the membership of each number in which anybody acted first
     counted: int = 0  # steps that count somewhere
     computed: int = -1  # the last step of which anybody had all gradients
+    stepped: frozenset[tuple[int, Any]] = frozenset()  # steps that anybody has made, and with which replicas
 
 
 Event = tuple[Any, ...]  # a process, what happens to it, and arguments
@@ -56,7 +58,8 @@ class Watched(Agreement):
         if name in ("membership", "state"):
             notes.append((name, value))
         elif name == "step" and "step" in self.__dict__:
-            notes.append((name, self.step, value, self._is_complete, self.membership.number))
+            replicas = self.__dict__.get("complete_with")
+            notes.append((name, self.step, value, self._is_complete, self.membership.number, replicas))
         super().__setattr__(name, value)
 
 
@@ -194,9 +197,15 @@ class Explorer:
                     yield me, "loses", other
             is_new = me == self.new and process.membership.number < 0
             able = process.state is not Stage.OUT or (is_new and world.computed >= process.step)
-            if able and not process._is_complete and (process.step < left.steps or not limited):
+            may_run = process.step < left.steps or not limited
+            is_first = process.state is Stage.RUNNING and next(iter(process.members)) == me
+            if is_first and may_run and process.step not in process.chosen:
+                yield from ((me, "chooses", (choice,)) for choice in range(left.choices))
+            able = able and (not left.choices or process.step in process.chosen)
+            if able and not process._is_complete and may_run:
                 yield me, "completes"
-            if is_new and process._is_complete and process.__dict__.get("heard", 0) > process.step:
+            has_all = process._is_complete or left.choices  # a new process is told no choice, only the mean
+            if is_new and has_all and process.__dict__.get("heard", 0) > process.step:
                 yield me, "follows", process.step + 1
             if process.is_frozen and (left.ballots or not limited):
                 yield me, "again"
@@ -263,7 +272,10 @@ class Explorer:
                 process.lose(other)
             case ("suspects" | "trusts" as word, other):
                 process.suspect(other, word == "suspects")
+            case ("chooses", replicas):
+                process.choose(replicas)
             case ("completes",):
+                process.__dict__["complete_with"] = process.chosen.get(process.step)
                 process.complete()
             case ("follows", step):
                 process.follow(step)
@@ -291,7 +303,7 @@ class Explorer:
             if not holds:
                 self._fail(rule, world, event)
 
-        installed, counted = world.installed, world.counted
+        installed, counted, stepped = world.installed, world.counted, world.stepped
         for place, (name, *values) in enumerate(notes):
             if name == "membership" and notes[place + 1] == ("state", Stage.RUNNING):
                 (value,) = values
@@ -313,14 +325,18 @@ class Explorer:
                 demand(2 * len(stay) > len(old) or go <= world.dead, "a minority goes on only if all others have ended")
                 installed = (*installed, value)
             elif name == "step" and values[0] != values[1]:
-                old_step, step, was_complete, number = values
+                old_step, step, was_complete, number, replicas = values
                 demand(step == old_step + 1, "a process advances by one step")
                 is_new = bool(installed[-1]) and event[0] in installed[-1].joined and installed[-1].step == step
+                is_new |= number < 0 and bool(world.left.choices)  # it was told the mean
                 demand(was_complete or is_new, "a process that advances had all gradients of the step, or is new")
                 later = [each for each in installed[number + 1 :] if each is not None] if number >= 0 else []
                 demand(all(each.step >= step for each in later), "no step that counts is repeated already")
                 counted = max(counted, step)
-        return new._replace(installed=installed, counted=counted)
+                if not is_new:
+                    stepped |= {(old_step, replicas)}
+                    demand(sum(of == old_step for of, _ in stepped) == 1, "all step with the same replicas")
+        return new._replace(installed=installed, counted=counted, stepped=stepped)
 
     def _check_rows(self, value: Membership, demand: Any) -> None:
         of = value.shard_of

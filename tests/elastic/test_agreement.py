@@ -31,6 +31,8 @@ WHOLE: list[Case] = [
     (THREE, Limits(steps=1, deaths=1, asks=1)),
     (COPIES, Limits(steps=1, deaths=2)),
     (PAIR, Limits(steps=1, deaths=1, suspicions=1, ballots=1)),
+    (THREE, Limits(steps=1, deaths=1, choices=2)),
+    (PAIR, Limits(steps=2, deaths=1, suspicions=1, ballots=1, choices=2)),
 ]
 #: More may happen than can be visited: the nearest worlds, and random walks to the end.
 PARTLY: list[Case] = [
@@ -38,6 +40,7 @@ PARTLY: list[Case] = [
     (THREE, Limits(steps=2, deaths=1, suspicions=2, ballots=2, asks=1)),
     (FOUR, Limits(steps=2, deaths=2, suspicions=1, ballots=2)),
     (FOUR, Limits(steps=2, deaths=2, suspicions=1, ballots=2, asks=2)),
+    (FOUR, Limits(steps=2, deaths=1, suspicions=1, ballots=2, choices=2, asks=2)),
 ]
 
 
@@ -106,6 +109,14 @@ def decision_is_not_forwarded(self: Agreement, sender: int, message: Decided) ->
         self.outbox[known:] = [each for each in self.outbox[known:] if each[1] != message]
 
 
+def stays_complete_under_a_new_membership(self: Agreement, sender: int, message: Decided) -> None:
+    step, chosen, is_complete = self.step, dict(self.chosen), self._is_complete
+    INSTALL(self, sender, message)
+    if is_complete and self.step == step and self.state is Stage.RUNNING:
+        self.chosen = chosen
+        self.complete()
+
+
 MUTATIONS: dict[Callable[..., Any], tuple[str, Case]] = {
     half_is_a_quorum: ("_is_quorum", (PAIR, Limits(1, 0, 1))),
     only_majorities_decide: ("_is_quorum", (PAIR, Limits(1, 1))),
@@ -113,7 +124,8 @@ MUTATIONS: dict[Callable[..., Any], tuple[str, Case]] = {
     promise_forgets_what_was_accepted: ("_promise", (COPIES, Limits(1, 2))),
     promise_forgets_gradients: ("_promise", (THREE, Limits(2, 1))),
     frozen_says_complete: ("complete", (THREE, Limits(1, 0, 1))),
-    decision_is_not_forwarded: ("_install", (COPIES, Limits(1, 0, 0, 0, 2))),
+    decision_is_not_forwarded: ("_install", (COPIES, Limits(1, 0, asks=2))),
+    stays_complete_under_a_new_membership: ("_install", (THREE, Limits(1, 1, choices=2))),
 }
 
 
