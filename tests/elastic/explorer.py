@@ -350,7 +350,7 @@ class Explorer:
     def _check_quiet(self, world: World) -> None:
         """If nothing is under way, and the living and unsuspected are a quorum and have all shards, they go on."""
         quiet, counted = world, world.counted
-        for _ in range(12):
+        for _ in range(16):
             for event in list(self._events(world, limited=False)):
                 if event[1] != "again" and event in [*self._events(world, limited=False)]:
                     world = self.after(world, event)
