@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fullshard.elastic import agreement
-from fullshard.elastic.agreement import Agreement, Complete, Decided, Membership, Prepare, Promise, Stage
+from fullshard.elastic.agreement import Agreement, Chosen, Complete, Decided, Membership, Prepare, Promise, Stage
 from tests.elastic.explorer import Explorer, Limits, ViolationError
 
 #: The shard of each process, the number of shards, and that of replicas.
@@ -139,6 +139,20 @@ def test_the_explorer_finds_a_rule_that_is_missing(mutation: Any, monkeypatch: p
     explorer = Explorer(*job, limits, new=0)
     with pytest.raises(ViolationError):
         explorer.explore(200_000)
+
+
+def test_the_first_member_chooses_replicas_once_and_a_new_membership_ends_the_choice() -> None:
+    first = Membership(0, 0, ((0, 0), (1, 0)), ((0,), (1,)))
+    here, there = Agreement(0, 1, 2, first), Agreement(1, 1, 2, first)
+    there.choose(((1,),))
+    for choice in (((0,),), ((1,),)):
+        here.choose(choice)
+    assert there.outbox == []
+    assert here.outbox == [(1, Chosen(0, 0, ((0,),)))]
+    there.receive(0, Chosen(0, 0, ((0,),)))
+    there.complete()
+    there.receive(0, Decided(0, Membership(1, 0, first.shards, first.rows)))
+    assert (there.state, there.chosen, there.step) == (Stage.RUNNING, {}, 0)
 
 
 @pytest.mark.parametrize("hangs", [False, True])

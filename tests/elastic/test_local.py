@@ -81,32 +81,35 @@ def micro_batches_of(result: Result, process: int, step: int) -> int:
     return sum("ran" in each and each["ran"][0] == step for each in result.said[process])
 
 
-@pytest.mark.parametrize("grid", [(2, 2), (1, 3)])
-def test_rows_train_as_replicas_in_one_process(grid: tuple[int, int]) -> None:
-    job = Job(*grid, steps=4, every=EVERY)
+@pytest.mark.parametrize(("grid", "hosts"), [((2, 2), "a"), ((1, 3), "a"), ((1, 3), "abb")])
+def test_rows_train_as_replicas_in_one_process(grid: tuple[int, int], hosts: str) -> None:
+    job = Job(*grid, steps=4, every=EVERY, hosts=hosts)
     result = run(job)
     assert_all_ended_alike(job, result, [0] * grid[0] * grid[1])
+    tolerance = 0.0 if job.shards == 1 else 1e-6  # ranks of a row scale and add gradients in another order
     for found, expected in zip(trained(result, range(job.shards)), simulated(job), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_slow_row_is_left_out_and_takes_part_again() -> None:
-    job = Job(1, 3, steps=4, every=EVERY, quorum=2, grace=0.3, faults={1: [(1, "forward 1", "2.0")]})
+    job = Job(1, 3, steps=5, every=EVERY, quorum=2, grace=0.5, faults={1: [(1, "forward 1", "2.0")]})
     result = run(job)
     assert_all_ended_alike(job, result, [0, 0, 0])
     whole = job.every * job.micro_batches
     assert micro_batches_of(result, 1, 1) == 2, "it stops at its next micro-batch"
-    assert [micro_batches_of(result, 0, step) for step in range(4)] == [whole] * 4
-    assert micro_batches_of(result, 1, 3) == whole
+    assert [micro_batches_of(result, 0, step) for step in range(5)] == [whole] * 5
+    assert whole in [micro_batches_of(result, 1, step) for step in (2, 3, 4)]
 
 
-def test_processes_of_a_slow_row_stop_at_the_same_micro_batch() -> None:
-    job = Job(2, 2, steps=3, every=EVERY, grace=0.0, faults={3: [(1, "backward 2", "1.0")]})
+@pytest.mark.parametrize("slow", [0, 1, 2, 3])
+def test_processes_of_a_slow_row_stop_at_the_same_micro_batch(slow: int) -> None:
+    """Also the process that chooses the rows may be slow."""
+    job = Job(2, 2, steps=3, every=EVERY, grace=0.2, faults={slow: [(1, "backward 2", "1.0")]})
     result = run(job)
     assert_all_ended_alike(job, result, [0] * 4)
-    counts = [[micro_batches_of(result, process, step) for step in range(3)] for process in (2, 3)]
+    counts = [[micro_batches_of(result, process, step) for step in range(3)] for process in (slow, slow ^ 1)]
     assert counts[0] == counts[1]
-    assert counts[0][1] == 3
+    assert counts[0][1] < job.every * job.micro_batches
 
 
 def test_a_row_that_loses_a_process_is_left_out() -> None:
