@@ -49,6 +49,15 @@ def test_the_bits_do_not_depend_on_the_hosts(transport: str, hosts: str) -> None
     assert complaints(job, run(job)) == []
 
 
+def test_a_process_ends_a_step_that_counts_before_it_forms_its_next_row() -> None:
+    """The process that stands by is slow, and the other one of its new row waits for its part of a norm."""
+    faults = {0: [(1, "begin", "SIGKILL")], 1: [(3, "begin", "0.5")], 3: [(3, "clip", "SIGKILL")]}
+    job = Job(faults=faults)
+    result = run(job, 30)
+    assert complaints(job, result) == []
+    assert result.statuses == [-9, 0, 0, -9]
+
+
 @pytest.mark.slow
 def test_a_process_that_hangs_is_left_out() -> None:
     job = Job(1, 3, faults={1: [(2, "forward 0", "15")]}, silence=3.0)

@@ -249,10 +249,12 @@ class LocalJob(Job):
 
     def _has_ended(self, step: int) -> bool:
         """Whether a step counts, and the first process of this row has no order for it that is still to come."""
-        if not self._counts(step) or self._local is None:
-            return self._counts(step)
-        row = self._find_row()
-        return row == self._row and (not row or self._agreement.row_from[row] > step or (step, row) in self._ordered)
+        with self._changed:
+            if self._local is None or not self._counts(step):
+                return self._counts(step)
+            row = self._find_row()
+            is_later = not row or self._agreement.row_from[row] > step
+            return is_later or (row == self._row and (step, row) in self._ordered)
 
     def _goes_on(self, order: RunOrder, number: int) -> bool:
         """Whether the row runs the next micro-batch, as its first process says: all of them, or none."""

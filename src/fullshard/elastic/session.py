@@ -295,14 +295,13 @@ class Elastic(LocalJob):
                 raise RepeatStep
             return bool(found) or self._has_ended(step)
 
-        while True:
+        while not self._has_ended(step):  # else others may wait for this process before they form a row with it
             self.follow_membership()
             with self._changed:
                 self.wait_for(is_known, f"the gradients of step {step}")
                 if found:
                     return found[0]
-                if self._has_ended(step):
-                    return None
+        return None
 
     def _give_order(self, step: int) -> None:
         """Tells the processes of this row which logical replicas to run, if that is not done."""
