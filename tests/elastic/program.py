@@ -1,10 +1,10 @@
 """A program that trains on an elastic job, and what goes wrong in it: run by :mod:`tests.elastic.jobs`.
 
 Its one argument is JSON: ``steps``, ``replicas``, ``directory``, ``pause`` (seconds between steps), ``micro_batches``,
-``groups`` (which modules are a group of their own, or ``wrapped``), ``host`` (a pretended one) and ``faults``: triples
-of a step, a place and what happens there, a signal or the seconds that the process sleeps. At the place ``time`` it
-happens in another thread, so many milliseconds after the process has begun to train as the first number says. Prints a
-line of JSON for each micro-batch, each step, each fault and the end.
+``groups`` (which modules are a group of their own, or ``wrapped``), ``host`` (a pretended one), ``copy_every`` and
+``faults``: triples of a step, a place and what happens there, a signal or the seconds that the process sleeps. At the
+place ``time`` it happens in another thread, so many milliseconds after the process has begun to train as the first
+number says. Prints a line of JSON for each micro-batch, each step, each fault and the end.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def train(plan: Mapping[str, Any]) -> None:
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     try:
-        elastic.begin(model, optimizer, micro_batches=micro_batches, state={"scheduler": scheduler})
+        more, copy_every = {"scheduler": scheduler}, plan["copy_every"]
+        elastic.begin(model, optimizer, micro_batches=micro_batches, state=more, copy_every=copy_every)
         listen(schedule_of(model, "train"), lambda figures: tell(figures=figures))
         begin_timers()
         for step in elastic.steps(plan["steps"]):

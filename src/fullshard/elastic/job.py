@@ -27,6 +27,7 @@ from fullshard.comm.waits import WAITS, waiting
 from fullshard.device import is_host
 from fullshard.elastic.agreement import KINDS, Agreement, Membership, Stage
 from fullshard.elastic.connections import HANGS, Connections, answers, ask, host_address
+from fullshard.elastic.copies import Copy
 from fullshard.elastic.founding import founders, key_of, take_number
 from fullshard.elastic.gradients import Kept, KeptGradients
 from fullshard.elastic.messages import (
@@ -42,7 +43,6 @@ from fullshard.elastic.messages import (
     Welcome,
 )
 from fullshard.elastic.rows import Row, arrange, shard_for
-from fullshard.elastic.state import load_state, pack_state
 from fullshard.figures import listeners_of
 from fullshard.platforms import host_id
 from fullshard.policies import expect
@@ -91,7 +91,7 @@ class Job:
         self._row_values: dict[tuple[Row, str], bytes] = {}
         self._orders: list[RunOrder] = []
         self._has: dict[tuple[int, int], Has] = {}  # by the membership and the process
-        self._squares: dict[tuple[int, int], float] = {}  # by the step and the shard
+        self._squares: dict[tuple[int, int], Square] = {}  # by the step and the shard
         self._ordered: set[tuple[int, int]] = set()  # steps and replicas that this row was told to run
         self._leaving: dict[int, bool] = {}  # whether a process that leaves has made all steps
         self._early: list[Kept] = []
@@ -102,6 +102,10 @@ class Job:
         self._followed: dict[int, Followed] = {}
         self._followers: set[int] = set()  # new processes that follow this one
         self._fetching: set[int] = set()
+        self._wanted: dict[int, int] = {}  # new processes, and the shards whose states they need from another one
+        self._copy_every, self._holder = 0, -1  # of the copies of this process
+        self._counted = 0  # how many steps count here; those before going back, until then
+        self._back, self._has_copy = -1, False  # of the state that this new process was sent
         self._last_number = 0  # of the processes that have ever been
         self._newcomer = math.inf  # when a process was welcomed that is no member yet; infinite before the job begins
         self._directory = Path(directory) if directory is not None else None
@@ -217,16 +221,15 @@ class Job:
             now, agreement = time.monotonic(), self._agreement
             if now < self._newcomer + PATIENCE or agreement.is_frozen or not self._is_first:
                 return None
-            self._newcomer, self._last_number = now, self._last_number + 1
-            shard = shard_for(agreement.members, self.shards)
-            members = [process for process in agreement.members if process not in agreement.lost]
-            twins = [process for process in members if agreement.members[process] == shard]
+            self._newcomer, self._last_number = now, max(self._last_number, *self._connections.addresses, 0) + 1
+            shard_of = {each: shard for each, shard in agreement.members.items() if each not in agreement.lost}
+            shard, members = shard_for(shard_of, self.shards), [*shard_of]
             in_rows = {process for row in agreement.membership.rows for process in row}
-            twins.sort(key=lambda process: process in in_rows)
+            members.sort(key=lambda process: (shard_of[process] != shard, process in in_rows))
             known = {**self._connections.addresses, self.rank: self._connections.address}
             addresses = {process: known[process] for process in members}
             mine = self._last_number, shard, self.size, self.replicas, self.seed
-            return Welcome(*mine, addresses, tuple(twins))
+            return Welcome(*mine, addresses, tuple(members))
 
     def _join(self, welcome: Welcome, key: bytes) -> None:
         """Becomes a process of a running job, which is no member yet."""
@@ -247,39 +250,6 @@ class Job:
 
     # -- new processes -------------------------------------------------------------------------------------------------
 
-    def _fetch(self) -> None:
-        """Gets the state of this process's shard from a member that has it."""
-        with self._changed:
-            left = [each for each in self._sources if each not in self._gone()]
-            if not left:
-                raise ElasticError(f"no member is left that has shard {self.shard}, which this process was to get")
-            self._source = left[0]
-            self._states.clear()
-            self._followed.clear()
-            self._connections.send(self._source, Fetch())
-            self.wait_for(lambda: self._states or self._source in self._gone(), "the state of its shard")
-            states = [*self._states]
-        if not states:
-            self._fetch()
-            return
-        assert self._kept is not None
-        load_state(states[0].data, self._model, self._optimizer, self._state)
-        self._kept.note_buffers()
-        self.step = states[0].step
-        with self._changed:
-            self._agreement.follow(self.step)
-            self._ask_to_be_member()
-
-    def _has_lost_source(self) -> bool:
-        """Whether the process that this one follows has ended. Raises ElasticError if only that one could help."""
-        if self._source not in self._gone() or self.step in self._followed:
-            return False
-        if not self.is_joining and self.step < self._first:
-            raise ElasticError(
-                f"process {self._source} has ended before process {self.rank} had its state: start again"
-            )
-        return self.is_joining
-
     def _gone(self) -> set[int]:
         return self._agreement.lost | self._agreement.suspected
 
@@ -294,22 +264,18 @@ class Job:
 
     def _counts(self, step: int) -> bool:
         """Whether a step counts, and its gradients are here."""
-        return step in self._followed or (self._agreement.step > step >= self._first)
+        return step in self._followed or (max(self._counted, self._agreement.step) > step >= self._first)
 
     def _ask_to_be_member(self) -> None:
         if self.is_joining and self.step not in self._followed:
             for process in self._connections.addresses:
-                self._connections.send(process, Candidate(self.shard))
+                self._connections.send(process, Candidate(self.shard, self._back))
 
-    def _serve_newcomers(self) -> None:
-        """Sends the state of this process's shard to new processes that have asked for it. Called between steps."""
-        with self._changed:
-            fetching, self._fetching = self._fetching, set()
-            self._followers |= fetching
-        if fetching:
-            state = ShardState(self.step, pack_state(self._model, self._optimizer, self._state))
-            for process in fetching:
-                self._connections.send(process, state)
+    def _find_holder(self) -> None:
+        """Overridden: a membership may mean another holder of the copies of this process."""
+
+    def _serve_copies(self) -> None:
+        """Overridden: new processes may need copies."""
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -318,9 +284,14 @@ class Job:
         with self._changed:
             if self._is_closed:
                 return
+            back = self._agreement.membership.back
             if isinstance(message, KINDS):
                 self._agreement.receive(sender, message)
                 self._after_agreement()
+            elif isinstance(message, Kept | Square | Copy) and message.number < back:
+                pass  # of a future that will be another one
+            elif isinstance(message, Copy):
+                self._agreement.copies[message.step, message.shard] = message.data
             elif isinstance(message, Kept):
                 self._add(message)
             elif isinstance(message, RunOrder):
@@ -330,20 +301,22 @@ class Job:
             elif isinstance(message, RowValue):
                 self._row_values[message.row, message.key] = message.value
             elif isinstance(message, Square):
-                self._squares[message.step, message.shard] = message.total
+                self._squares[message.step, message.shard] = message
             elif isinstance(message, Leaving):
                 self._leaving[sender] = message.is_done
             elif isinstance(message, Fetch):
-                self._last_number = max(self._last_number, sender)
-                self._fetching.add(sender)
+                self._last_number = max(self._last_number, message.process)
+                self._wanted[message.process] = message.shard
+                self._serve_copies()
             elif isinstance(message, ShardState):
+                self._source = sender
                 self._states.append(message)
             elif isinstance(message, Followed):
                 self._followed[message.step] = message
-                self._squares.update({(message.step, shard): total for shard, total in message.squares.items()})
+                self._squares.update({(message.step, each.shard): each for each in message.squares})
             elif isinstance(message, Candidate):
                 self._last_number = max(self._last_number, sender)
-                if sender not in self._agreement.members:
+                if sender not in self._agreement.members and message.back >= back:
                     self._agreement.candidates[sender] = message.shard
                     self._agreement.consider()
                     self._after_agreement()
@@ -376,22 +349,32 @@ class Job:
             self._changed.notify_all()
 
     def _add(self, kept: Kept) -> None:
-        if self._kept is None:
+        if self._kept is None or self._agreement.goes_back:
             self._early.append(kept)
         elif kept.step >= self.step:
             self._kept.add(kept)
             self._look_whether_complete()
 
+    def _add_early(self) -> None:
+        """Adds the gradients that came before this process could use them."""
+        early, self._early = self._early, []
+        for kept in early:
+            if kept.number >= self._agreement.membership.back:
+                self._add(kept)
+
     def _look_whether_complete(self) -> None:
         assert self._kept is not None
         # Not before this process has made the step before: others may write to its gradients once this one is complete.
-        if self.step == self._agreement.step and self._kept.has_all(self.step):
+        is_ready = self.step == self._agreement.step and not self._agreement.goes_back
+        if is_ready and self._kept.has_all(self.step):
             self._agreement.complete()
             self._after_agreement()
 
     def _after_agreement(self) -> None:
         """Sends what the agreement wants to send. If there is a new membership, tells what this process has."""
         outbox, self._agreement.outbox = self._agreement.outbox, []
+        if not self._agreement.goes_back:
+            self._counted = self._agreement.step
         for receiver, message in outbox:
             self._connections.send(receiver, message)
         membership, now = self._agreement.membership, time.monotonic()
@@ -413,16 +396,30 @@ class Job:
                 f"membership {membership.number}, from step {membership.step} on: processes {[*membership.shard_of]} "
                 f"in rows {[*membership.rows]}"
             )
-        if self._kept is not None and self.rank in membership.shard_of:
-            step = self._agreement.step
-            for kept in self._kept.tell_again(step):
-                self._tell(kept)
-            if step == membership.step:
-                has = Has(membership.number, step, tuple(self._kept.replicas_of(step)))
-                self._has[membership.number, self.rank] = has
-                for process in membership.shard_of:
-                    self._connections.send(process, has)
-            self._look_whether_complete()
+            if membership.holders:
+                self._tell_change(
+                    f"no process is left that has shard {', '.join(str(shard) for shard, _ in membership.holders)} of "
+                    f"{self.shards}. The job goes back to step {membership.step}, of which processes "
+                    f"{sorted({process for _, process in membership.holders})} have copies, and waits there: start a "
+                    f"new process with the same command for each of these shards"
+                )
+        self._serve_copies()
+        if self._kept is not None and self.rank in membership.shard_of and not self._agreement.goes_back:
+            self._begin_membership()
+
+    def _begin_membership(self) -> None:
+        """Tells other members what this process has of the step that runs."""
+        membership, step, kept = self._agreement.membership, self._agreement.step, self._kept
+        assert kept is not None
+        self._find_holder()
+        for each in kept.tell_again(step):
+            self._tell(each)
+        if step == membership.step:
+            has = Has(membership.number, step, tuple(kept.replicas_of(step)))
+            self._has[membership.number, self.rank] = has
+            for process in membership.shard_of:
+                self._connections.send(process, has)
+        self._look_whether_complete()
 
     def _tell_change(self, text: str) -> None:
         """Logs how the job changes: one of its processes shows it."""
@@ -445,6 +442,7 @@ class Job:
     def _tell(self, kept: Kept) -> None:
         """Tells the other processes of the shard where gradients are."""
         assert self._kept is not None
+        kept = kept._replace(number=self._agreement.membership.number)
         whole: Kept | None = None  # for those that cannot read the memory of this process
         for process, shard in self._agreement.members.items():
             if shard == self.shard and process != self.rank:
@@ -465,18 +463,23 @@ class Job:
                     f"process {self.rank} is no longer a member of the job: the others took it for lost, and go on "
                     f"without it. Start it again"
                 )
-            if agreement.lost_shards:
+            if agreement.goes_back:
+                raise RepeatStep
+            if agreement.lost_shards and not agreement.membership.holders:
+                copies = ", ".join(f"step {step} of shard {shard}" for step, shard in sorted(agreement.copies))
                 raise ElasticError(
                     f"no process is left that has shard {', '.join(map(str, agreement.lost_shards))} of "
                     f"{self.shards}: load the last checkpoint and start again. Left are processes "
-                    f"{sorted({*agreement.members} - agreement.lost)}"
+                    f"{sorted({*agreement.members} - agreement.lost)}, whose copies do not suffice to go on: process "
+                    f"{self.rank} has {copies or 'none'}"
                 )
             if self._has_waited_for_majority():
                 raise ElasticError(
                     f"the processes that are left cannot agree on how to go on: fewer than half of the members answer "
                     f"process {self.rank}, which waited {PATIENCE:.0f} s for {what}"
                 )
-            self._changed.wait(0.5)
+            if not self._changed.wait(0.5) and self._has_copy:  # members may have been busy with another change
+                self._ask_to_be_member()
 
     def _find_row(self) -> Row:
         return next((row for row in self._agreement.membership.rows if self.rank in row), ())
