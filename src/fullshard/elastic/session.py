@@ -168,7 +168,8 @@ class Elastic(Restoring):
             self._kept = KeptGradients(params, [*model.buffers()], self.replicas)
             self._copy_every = copy_every
             self._add_early()
-            self._find_holder()
+            if self.rank in self._agreement.members:  # perhaps the membership has changed meanwhile
+                self._begin_membership()
         self._steps_before, self._state = 0, state or {}
         self._leave_row()  # collectives would do nothing
         self._until_begin.close()
