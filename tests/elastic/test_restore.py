@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
+import pytest
+
+from fullshard.elastic.restore import Restoring
 from tests.elastic.__main__ import complaints
 from tests.elastic.jobs import Job, Result, run
 
@@ -48,3 +52,20 @@ def test_without_the_copy_of_a_lost_shard_processes_end_with_an_error_that_says_
     (error,) = result.lost()
     assert "no process is left that has shard 1, 2 of 3: load the last checkpoint and start again" in error
     assert "Left are processes [0], whose copies do not suffice to go on: process 0 has step 2 of shard 0" in error
+
+
+def test_a_process_that_has_made_all_steps_goes_back_unless_another_one_has_left_with_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        monkeypatch.setenv(name, value)
+    job = Restoring(1, 0, tmp_path)
+    agreement, membership = job._agreement, job._agreement.membership
+    assert not job._must_go_back()
+    agreement.goes_back, agreement.membership = True, membership._replace(rows=())
+    assert job._must_go_back()
+    job._leaving[1] = True
+    assert not job._must_go_back()
+    agreement.membership = membership  # others are about to repeat steps: what is here may be overwritten
+    assert job._must_go_back()
+    job._connections.close()
