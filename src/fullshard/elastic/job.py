@@ -355,13 +355,6 @@ class Job:
             self._kept.add(kept)
             self._look_whether_complete()
 
-    def _add_early(self) -> None:
-        """Adds the gradients that came before this process could use them."""
-        early, self._early = self._early, []
-        for kept in early:
-            if kept.number >= self._agreement.membership.back:
-                self._add(kept)
-
     def _look_whether_complete(self) -> None:
         assert self._kept is not None
         # Not before this process has made the step before: others may write to its gradients once this one is complete.

@@ -136,3 +136,10 @@ class Restoring(Job):
                 self._add_early()
                 if self.rank in agreement.members:
                     self._begin_membership()
+
+    def _add_early(self) -> None:
+        """Adds the gradients that came before this process could use them."""
+        early, self._early = self._early, []
+        for kept in early:
+            if kept.number >= self._agreement.membership.back:
+                self._add(kept)
