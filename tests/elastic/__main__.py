@@ -44,7 +44,16 @@ def random_job(seed: int) -> Job:
     silence = 4.0 if stops else 30.0
     groups = chosen.choice(("blocks", "blocks", "whole", "wrapped", "wrapped"))
     hosts = chosen.choice(("a", "a", "ab", "aabb", "aab"))
+    copy_every = chosen.choice((0, 0, 1, 2, 3)) if shards > 1 else 0
+    if copy_every:  # all processes of a shard end
+        replicas = chosen.choice((1, replicas))
+        faults = {process: each for process, each in faults.items() if process < shards * replicas}
+        shard, first = chosen.randrange(shards), chosen.randrange(steps)
+        for process in range(shard, shards * replicas, shards):
+            step = min(steps - 1, first + chosen.choice((0, 0, 0, 1)))
+            faults.setdefault(process, []).append((step, chosen.choice(places), "SIGKILL"))
     job = Job(shards, replicas, steps, faults, sorted(joins), transport, pause, silence, micro_batches, groups, hosts)
+    job.copy_every, job.is_supervised = copy_every, copy_every > 0
     if chosen.random() < 0.3:
         job.every, job.grace = chosen.choice((1, 2, 3)), chosen.choice((0.0, 0.05, 0.5, 30.0))
     return job
@@ -72,7 +81,7 @@ def complaints(job: Job, result: Result) -> list[str]:
         allowed = {0} | {-9 for each in signals if each == "SIGKILL"} | {-19 for each in signals if each == "SIGSTOP"}
         if gave_up or rank >= size:  # a process may be too late to join
             allowed |= {3}
-        if gave_up and rank >= size:  # it finds no job, and waits for a launcher
+        if rank >= size and not said:  # it finds no job, and waits for a launcher
             allowed |= {-9}
         if status not in allowed:
             found.append(f"process {rank} ended with {status}: {result.errors[rank][-1500:]}")
@@ -83,6 +92,11 @@ def complaints(job: Job, result: Result) -> list[str]:
     stops = any(fault[2] == "SIGSTOP" for each in job.faults.values() for fault in each)
     if gave_up and not stops and not any(all(hit[shard :: job.shards]) for shard in range(job.shards)):
         found.append(f"no shard was lost, but some gave up: {gave_up}")
+    kills = [fault for each in job.faults.values() for fault in each if fault[2] != "sleep"]
+    hit_shards = {rank % job.shards for rank, each in job.faults.items() if any(fault in kills for fault in each)}
+    has_copies = job.copy_every and all(step > 1 and place != "time" for step, place, _ in kills)
+    if gave_up and has_copies and len(hit_shards) == 1 and not stops:
+        found.append(f"one shard was lost, and there are copies, but some gave up: {gave_up}")
     if is_left and not gave_up and not result.digests(job.steps):
         found.append("no process made all steps")
     if not is_apart and result.digests(job.steps) and (missing := clean.ran() - result.ran()):

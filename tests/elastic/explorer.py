@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fullshard.elastic.agreement import Agreement, Membership, Stage
+from fullshard.elastic.copies import Copy, holder_of, outdated
 from fullshard.elastic.rows import arrange, missing_shards
 
 
@@ -31,6 +32,7 @@ class Limits(NamedTuple):
     ballots: int = 0  # proposals made again because nothing was decided for long
     choices: int = 0  # of the replicas that take part in a step; 0: all do, and nobody chooses
     asks: int = 0  # whether a process is new, by default the last, and asks to join: 1 one member, 2 all of them
+    copies: bool = False  # whether each process copies its state when it has all gradients of a step
 
 
 class World(NamedTuple):
@@ -40,18 +42,34 @@ class World(NamedTuple):
     channels: tuple[tuple[int, ...], ...]  # messages under way, by sender * processes + receiver
     dead: frozenset[int]
     left: Limits  # what may still happen
-    installed: tuple[Membership | None, ...]  # the membership of each number in which anybody acted first
+    installed: tuple[Membership, ...]  # the membership of each number in which anybody acted first
     counted: int = 0  # steps that count somewhere
     computed: int = -1  # the last step of which anybody had all gradients
     stepped: frozenset[tuple[int, Any]] = frozenset()  # steps that anybody has made, and with which replicas
 
 
+class Ask(NamedTuple):
+    """A new process asks to be a member, with a state of the future since the membership ``back``."""
+
+    back: int
+
+
+class Stepped(NamedTuple):
+    """A new process may get the gradients of the step before."""
+
+    step: int
+
+
 Event = tuple[Any, ...]  # a process, what happens to it, and arguments
-ASK = "asks to join"
+#: What an event takes from the limits.
+TAKES = {"dies": "deaths", "suspects": "suspicions", "again": "ballots"}
 
 
 class Watched(Agreement):
-    """An agreement that notes what it changes."""
+    """An agreement that notes what it changes. It may be that of a new process, which has a state of the future since
+    the membership ``since``, and has ``heard`` of gradients."""
+
+    since = heard = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
         notes = self.__dict__.setdefault("notes", [])
@@ -66,30 +84,17 @@ class Watched(Agreement):
 def frozen(value: Any) -> Any:
     """A value that can be compared and hashed, and stands for the attribute of a process."""
     if isinstance(value, dict):
-        return tuple((key, frozen(each)) for key, each in value.items())
+        return tuple((key, frozen(each)) for key, each in sorted(value.items(), key=lambda item: item[0]))
     if isinstance(value, set):
         return frozenset(value)
-    if isinstance(value, list):
-        return tuple(map(frozen, value))
-    if isinstance(value, tuple):
+    if isinstance(value, list | tuple):
         return (type(value).__name__, *map(frozen, value))
     return frozen(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, Stage) else value
 
 
-#: Attributes whose order means nothing: equal worlds are found equal.
-UNORDERED = ("_said", "_told")
-
-
 def identity(process: Watched) -> Any:
-    state = {name: value for name, value in vars(process).items() if name not in ("notes", "outbox", "row_from")}
-    for name in UNORDERED:
-        state[name] = dict(sorted(state[name].items()))
-    if process._proposal is not None:
-        proposal = copy.copy(process._proposal)
-        proposal.promises = dict(sorted(proposal.promises.items()))
-        proposal.accepts = dict(sorted(proposal.accepts.items()))
-        state["_proposal"] = proposal
-    return frozen(state)
+    left_out = ("notes", "outbox", "row_from")
+    return frozen({name: value for name, value in vars(process).items() if name not in left_out})
 
 
 def copied(process: Watched) -> Watched:
@@ -109,7 +114,7 @@ class Explorer:
     ) -> None:
         self.size, self.limits = len(shard_of), limits
         self.shard_of, self.shards, self.replicas = shard_of, shards, replicas
-        self.new = (self.size - 1 if new is None else new) if limits.asks else None
+        self.new = (self.size - 1 if new is None else new) if limits.asks else -1
         self._objects: list[Any] = []  # processes and messages, by their numbers
         self._numbers: dict[Any, int] = {}
         self._effects: dict[tuple[int, Any], tuple[int, list[tuple[int, int]], list[Any]]] = {}
@@ -117,21 +122,17 @@ class Explorer:
 
     def start(self) -> World:
         members = {process: shard for process, shard in self.shard_of.items() if process != self.new}
-        rows = arrange((), members, self.shards, self.replicas)
-        first = Membership(0, 0, tuple(members.items()), rows)
-        agreements = [
-            Watched(each, self.shards, self.replicas, first if each in members else None) for each in self.shard_of
-        ]
-        numbers = tuple(self._number(identity(each), each) for each in agreements)
+        first = Membership(0, 0, (*members.items(),), arrange((), members, self.shards, self.replicas))
+        own = [Watched(each, self.shards, self.replicas, first if each in members else None) for each in self.shard_of]
+        numbers = tuple(self._number(identity(each), each) for each in own)
         return World(numbers, ((),) * self.size**2, frozenset(), self.limits, (first,))
 
     # -- exploration ---------------------------------------------------------------------------------------------------
 
     def explore(self, most: int = 10**9) -> int:
         """Visits every world, the nearest first, or ``most`` of them. Returns how many."""
-        start = self.start()
-        self._origin = {start: None}
-        queue = [start]
+        queue = [self.start()]
+        self._origin = {queue[0]: None}
         for world in queue:
             for event, after in self._successors(world):
                 if after not in self._origin:
@@ -148,55 +149,48 @@ class Explorer:
             world = self.start()
             self._origin = {world: None}
             while following := list(self._successors(world)):
-                rare = [each for each in following if each[0][1] in ("dies", "suspects", "again", "trusts")]
+                rare = [each for each in following if each[0][1] in (*TAKES, "trusts")]
                 often = [each for each in following if each not in rare]
                 event, after = draw.choice(rare if rare and (not often or draw.random() < 0.15) else often)
                 self._origin.setdefault(after, (world, event))
                 world, events = after, events + 1
         return events
 
-    def trace(self, world: World) -> list[Event]:
-        """The events that lead to a world."""
-        events = []
+    def _fail(self, rule: str, world: World, *last: Event) -> None:
+        events = [*last]
         while (origin := self._origin.get(world)) is not None:
             world = origin[0]
-            events.append(origin[1])
-        return events[::-1]
-
-    def _fail(self, rule: str, world: World, event: Event) -> None:
-        lines = []
-        for each in [*self.trace(world), event]:
-            words = [
-                self._objects[each[3]] if each[1] == "receives" and k == 3 else word for k, word in enumerate(each)
-            ]
-            lines.append(" ".join(map(str, words)))
-        raise ViolationError("\n".join([rule, *lines]))
+            events.insert(0, origin[1])
+        told = [(*each[:3], self._objects[each[3]], *each[4:]) if each[1] == "receives" else each for each in events]
+        raise ViolationError("\n".join([rule, *(" ".join(map(str, each)) for each in told)]))
 
     # -- events --------------------------------------------------------------------------------------------------------
 
     def _successors(self, world: World) -> Iterator[tuple[Event, World]]:
         events = list(self._events(world))
-        if not any(world.channels) and all(each[1] not in ("loses",) for each in events):
+        if not any(world.channels) and all(each[1] != "loses" for each in events):
             self._check_quiet(world)
         for event in events:
             yield event, self.after(world, event)
             if event[1] in ("dies", "asks") or not world.left.deaths:
                 continue
-            sent = len(self._effect(world.processes[event[0]], event[1:])[1])
-            for several in range(sent):
+            for several in range(len(self._effect(world.processes[event[0]], event[1:])[1])):
                 yield (*event, f"and dies after {several} messages"), self.after(world, event, several)
 
+    def _living(self, world: World) -> list[Watched]:
+        return [self._objects[world.processes[each]] for each in range(self.size) if each not in world.dead]
+
     def _events(self, world: World, limited: bool = True) -> Iterator[Event]:
-        left, size = world.left, self.size
-        for me in (each for each in range(size) if each not in world.dead):
-            process: Watched = self._objects[world.processes[me]]
+        left, size, living = world.left, self.size, self._living(world)
+        for process in living:
+            me, is_out = process.me, process.state is Stage.OUT
             for other in range(size):
                 if channel := world.channels[other * size + me]:
                     yield me, "receives", other, channel[0]
                 elif other in world.dead and other not in process.lost:
                     yield me, "loses", other
             is_new = me == self.new and process.membership.number < 0
-            able = process.state is not Stage.OUT or (is_new and world.computed >= process.step)
+            able = world.computed >= process.step if is_new else not is_out and bool(process.membership.rows)
             may_run = process.step < left.steps or not limited
             is_first = process.state is Stage.RUNNING and next(iter(process.members)) == me
             if is_first and may_run and process.step not in process.chosen:
@@ -205,53 +199,54 @@ class Explorer:
             if able and not process._is_complete and may_run:
                 yield me, "completes"
             has_all = process._is_complete or left.choices  # a new process is told no choice, only the mean
-            if is_new and has_all and process.__dict__.get("heard", 0) > process.step:
+            if is_new and has_all and process.heard > process.step:
                 yield me, "follows", process.step + 1
             if process.is_frozen and (left.ballots or not limited):
                 yield me, "again"
+            others = tuple(each.me for each in living if each is not process)
+            for step, back in self._states_for(process, living) if is_new else ():
+                yield me, "fetches", step, back, *others
             if not limited:
                 continue
             if left.deaths:
                 yield me, "dies"
             if is_new and left.asks:
-                yield me, "asks"
-            if process.state is not Stage.OUT:
-                for other in process.members:
-                    if other in process.suspected and other not in world.dead:
-                        yield me, "trusts", other
-                    elif left.suspicions and other not in {me, *process.lost, *process.suspected}:
-                        yield me, "suspects", other
+                yield me, "asks", *(others if left.asks > 1 else others[:1])
+            for other in process.members if not is_out else ():
+                if other in process.suspected and other not in world.dead:
+                    yield me, "trusts", other
+                elif left.suspicions and other not in {me, *process.lost, *process.suspected}:
+                    yield me, "suspects", other
+
+    def _states_for(self, new: Watched, living: list[Watched]) -> Iterator[tuple[int, int]]:
+        """The states that members send to the new process after they have gone back, and the memberships that did."""
+        for member in living:
+            membership, shard = member.membership, self.shard_of[new.me]
+            owns = member.members.get(member.me) == shard and not member.goes_back
+            if membership.back > new.since and (owns or (shard, member.me) in membership.holders):
+                yield member.step if owns else membership.step, membership.back
 
     def after(self, world: World, event: Event, several: int | None = None) -> World:
         """The world after an event; the process dies in it once it has sent ``several`` messages."""
-        me, what, *_ = event
-        left, size, channels = world.left, self.size, list(world.channels)
-        if what == "asks":
-            members = sorted({*range(size)} - world.dead - {me})
-            for each in members if left.asks > 1 else members[:1]:
-                channels[me * size + each] += (self._number(ASK, ASK),)
-            return world._replace(channels=tuple(channels), left=left._replace(asks=0))
-        if what == "suspects":
-            left = left._replace(suspicions=left.suspicions - 1)
-        if what == "again":
-            left = left._replace(ballots=max(0, left.ballots - 1))
-        number, sent, notes = world.processes[me], [], []
-        if what != "dies":
-            number, sent, notes = self._effect(number, event[1:])
+        (me, what, *_), size, channels = event, self.size, list(world.channels)
+        left, number, sent, notes, dead, computed = world.left, world.processes[me], [], [], world.dead, world.computed
+        for taken in [TAKES[each] for each in (what, "dies" if several is not None else "") if each in TAKES]:
+            left = left._replace(**{taken: max(0, getattr(left, taken) - 1)})
+        left = left._replace(asks=0) if what == "asks" else left
         if what == "receives":
             channels[event[2] * size + me] = channels[event[2] * size + me][1:]
+        elif what == "completes":
+            computed = max(computed, self._objects[number].step)
+        if what != "dies":
+            number, sent, notes = self._effect(number, event[1:])
         for receiver, message in sent[:several]:
-            if receiver not in world.dead:
+            if receiver not in dead:
                 channels[me * size + receiver] += (message,)
-        dead = world.dead
         if what == "dies" or several is not None:
-            dead, left = dead | {me}, left._replace(deaths=left.deaths - 1)
-            for other in range(size):
-                channels[other * size + me] = ()
+            dead |= {me}
+            channels = [() if place % size == me else each for place, each in enumerate(channels)]
         processes = (*world.processes[:me], number, *world.processes[me + 1 :])
-        new = world._replace(processes=processes, channels=tuple(channels), dead=dead, left=left)
-        if what == "completes":
-            new = new._replace(computed=max(world.computed, self._objects[world.processes[me]].step))
+        new = World(processes, tuple(channels), dead, left, world.installed, world.counted, computed)
         return self._check(world, event, notes, new) if notes else new
 
     def _effect(self, number: int, what: Event) -> tuple[int, list[tuple[int, int]], list[Any]]:
@@ -260,14 +255,8 @@ class Explorer:
             return known
         process = copied(self._objects[number])
         match what:
-            case ("receives", sender, message) if self._objects[message] is ASK:
-                if sender not in process.members and sender not in process.lost:
-                    process.candidates[sender] = self.shard_of[sender]
-                    process.consider()
-            case ("receives", sender, message) if isinstance(self._objects[message], int):
-                process.__dict__["heard"] = max(self._objects[message], process.__dict__.get("heard", 0))
             case ("receives", sender, message):
-                process.receive(sender, self._objects[message])
+                self._receive(process, sender, self._objects[message])
             case ("loses", other):
                 process.lose(other)
             case ("suspects" | "trusts" as word, other):
@@ -276,18 +265,55 @@ class Explorer:
                 process.choose(replicas)
             case ("completes",):
                 process.__dict__["complete_with"] = process.chosen.get(process.step)
+                self._copy(process)
                 process.complete()
+            case ("asks", *others):
+                process.outbox += [(each, Ask(process.since)) for each in others]
+            case ("fetches", step, back, *others):
+                process.follow(step)
+                process.since, process.heard, process.__dict__["notes"] = back, step, []
+                process.outbox += [(each, Ask(back)) for each in others]
             case ("follows", step):
                 process.follow(step)
             case ("again",):
                 process.consider(again=True)
+        notes, process.__dict__["notes"] = process.__dict__["notes"], []
+        if self.new not in (-1, process.me, *process.lost):
+            stepped = [note[2] for note in notes if note[0] == "step" and note[1] < note[2]]
+            process.outbox += [(self.new, Stepped(step)) for step in stepped]  # type: ignore[misc]
         sent = [(receiver, self._number(frozen(message), message)) for receiver, message in process.outbox]
-        for step in (note[2] for note in process.__dict__["notes"] if note[0] == "step" and note[1] != note[2]):
-            if self.new is not None and self.new not in (process.me, *process.lost):  # it gets gradients after a step
-                sent.append((self.new, self._number(("stepped", step), step)))
-        notes, process.__dict__["notes"], process.outbox = process.__dict__["notes"], [], []
+        process.outbox = []
         self._effects[number, what] = known = self._number(identity(process), process), sent, notes
         return known
+
+    def _receive(self, process: Watched, sender: int, message: Any) -> None:
+        match message:
+            case Stepped(step):
+                process.heard = max(step, process.heard)
+            case Ask(back):
+                if sender not in {*process.members, *process.lost} and back >= process.membership.back:
+                    process.candidates[sender] = self.shard_of[sender]
+                    process.consider()
+            case Copy(number, step, shard, data):
+                if number >= process.membership.back:
+                    process.copies[step, shard] = data
+            case _:
+                process.receive(sender, message)
+
+    def _copy(self, process: Watched) -> None:
+        """A process loads its copy if it has gone back, and copies its state, which it knows by the future it is of."""
+        key, membership = (process.step, self.shard_of[process.me]), process.membership
+        if process.goes_back:
+            process.__dict__["notes"].append(("loads", key in process.copies))
+            process.goes_back = False
+        if not self.limits.copies or process.me not in membership.shard_of or key in process.copies:
+            return
+        process.copies[key] = membership.back
+        if (holder := holder_of(process.me, membership.shard_of, {})) is not None:
+            copy_: Any = Copy(membership.number, *key, membership.back)  # type: ignore[arg-type]
+            process.outbox.append((holder, copy_))
+        for old in outdated(process.copies, process.step, 1) if not process.is_frozen else ():
+            del process.copies[old]
 
     def _number(self, key: Any, value: Any) -> int:
         if (number := self._numbers.setdefault(key, len(self._objects))) == len(self._objects):
@@ -303,7 +329,7 @@ class Explorer:
             if not holds:
                 self._fail(rule, world, event)
 
-        installed, counted, stepped = world.installed, world.counted, world.stepped
+        installed, counted, computed, stepped = world.installed, world.counted, new.computed, world.stepped
         for place, (name, *values) in enumerate(notes):
             if name == "membership" and notes[place + 1] == ("state", Stage.RUNNING):
                 (value,) = values
@@ -311,39 +337,63 @@ class Explorer:
                     demand(value == installed[value.number], "memberships with the same number are equal")
                     continue
                 demand(value.number == len(installed), "memberships follow one another")
+                if value.back == value.number:
+                    counted, computed = value.step, value.step - 1
                 demand(value.step >= counted, "no step that counted is repeated")
-                for each in value.shard_of:
-                    member: Watched = self._objects[world.processes[each]]
-                    ready = member.step == value.step or (member.step == value.step - 1 and member._is_complete)
-                    is_new = each in value.joined and member.step == value.step - 1
-                    others = [other for other in value.shard_of if other not in value.joined]
-                    ready |= is_new and any(value.shard_of[other] == value.shard_of[each] for other in others)
-                    demand(ready, "every member is at its step, or has all gradients of the step before")
+                self._check_states(world, value, demand)
                 self._check_rows(value, demand)
-                old = installed[-1].shard_of.keys() if installed[-1] else {*()}
-                stay, go = old & value.shard_of.keys(), old - value.shard_of.keys()
-                demand(2 * len(stay) > len(old) or go <= world.dead, "a minority goes on only if all others have ended")
+                old, members = installed[-1].shard_of.keys(), value.shard_of.keys()
+                enough = 2 * len(old & members) > len(old) or old - members <= world.dead
+                demand(enough, "a minority goes on only if all others have ended")
                 installed = (*installed, value)
-            elif name == "step" and values[0] != values[1]:
+            elif name == "loads":
+                demand(values[0], "a process that goes back has its copy")
+            elif name == "step" and values[0] < values[1]:
                 old_step, step, was_complete, number, replicas = values
                 demand(step == old_step + 1, "a process advances by one step")
-                is_new = bool(installed[-1]) and event[0] in installed[-1].joined and installed[-1].step == step
+                is_new = event[0] in installed[-1].joined and installed[-1].step == step
                 is_new |= number < 0 and bool(world.left.choices)  # it was told the mean
                 demand(was_complete or is_new, "a process that advances had all gradients of the step, or is new")
-                later = [each for each in installed[number + 1 :] if each is not None] if number >= 0 else []
-                demand(all(each.step >= step for each in later), "no step that counts is repeated already")
-                counted = max(counted, step)
-                if not is_new:
+                later = installed[number + 1 :] if number >= 0 else ()
+                backs = [each for each in later if each.number == each.back]
+                is_repeated = any(each.step < step and (not backs or event[0] in each.shard_of) for each in later)
+                demand(not is_repeated, "no step that counts is repeated already")
+                if number >= 0 and not backs:
+                    demand(computed >= old_step, "a step that counts was computed")
+                    counted = max(counted, step)
+                if not is_new and world.left.choices:
                     stepped |= {(old_step, replicas)}
                     demand(sum(of == old_step for of, _ in stepped) == 1, "all step with the same replicas")
-        return new._replace(installed=installed, counted=counted, stepped=stepped)
+        return new._replace(installed=installed, counted=counted, computed=computed, stepped=stepped)
+
+    def _check_states(self, world: World, value: Membership, demand: Any) -> None:
+        """Checks that members can begin at the step of their membership."""
+        of, backs = value.shard_of, [each for each in world.installed if each.number == each.back]
+        member_of: dict[int, Watched] = {each: self._objects[world.processes[each]] for each in of}
+        goes_back = value.back == value.number
+        demand(not (goes_back and value.joined), "no new process, which is not frozen, goes back")
+        demand(not goes_back or missing_shards(of, self.shards), "a membership goes back only without a shard")
+        for each, member in member_of.items():
+            others = [of[other] for other in of if other not in value.joined]
+            ready = member.step == value.step or goes_back
+            follows = member._is_complete or (each in value.joined and of[each] in others)
+            demand(ready or (member.step == value.step - 1 and follows), "every member is at its step, or can make it")
+            is_old = any(back.number > member.since and back.step < value.step for back in backs)
+            demand(each not in value.joined or not is_old, "a new member has a state of the future that counts")
+        own = [(shard, each) for each, shard in of.items()] if goes_back else []
+        for shard, each in [*own, *value.holders]:
+            made = member_of[each].copies.get((value.step, shard))
+            demand(made is not None, "every state of the step to which a membership goes back is there")
+            is_old = any(back.number > made and back.step < value.step for back in backs)
+            demand(not is_old, "copies are of the future that counts")
 
     def _check_rows(self, value: Membership, demand: Any) -> None:
-        of = value.shard_of
+        of, missing = value.shard_of, missing_shards(value.shard_of, self.shards)
         placed = [process for row in value.rows for process in row]
         demand(len(placed) == len({*placed}), "no process is in two rows")
         demand(len(value.rows) <= self.replicas, "there are no more rows than replicas")
-        demand(bool(value.rows) != bool(missing_shards(of, self.shards)), "there is a row if all shards are")
+        demand(bool(value.rows) != bool(missing), "there is a row if all shards are")
+        demand(not value.holders or [*dict(value.holders)] == missing, "copies of the missing shards are held")
         right = all([of.get(process) for process in row] == [*range(self.shards)] for row in value.rows)
         demand(right, "a row has one member for each shard")
 
@@ -359,14 +409,11 @@ class Explorer:
             if not any(world.channels):
                 for event in [each for each in self._events(world, limited=False) if each[1] == "again"]:
                     world = self.after(world, event)
-        living = [self._objects[world.processes[each]] for each in range(self.size) if each not in world.dead]
-        last = max((each.membership for each in living if each.state is not Stage.OUT), default=None)
-        if last is None:
+        living = [each for each in self._living(world) if each.state is not Stage.OUT]
+        if not living:
             return
-        suspected = {other for each in living if each.state is not Stage.OUT for other in each.suspected}
-        able = {each.me for each in living if each.state is not Stage.OUT} & last.shard_of.keys() - suspected
-        enough = 2 * len(able) > len(last.shards) or last.shard_of.keys() - able <= world.dead
-        has_shards = not missing_shards({each: last.shard_of[each] for each in able}, self.shards)
-        if able and enough and has_shards:
-            ends = [vars(each) for each in living]
-            self._fail("nothing is stuck", quiet, (-1, "is stuck", *ends))
+        last = max(each.membership for each in living).shard_of
+        able = {each.me for each in living} & last.keys() - {other for each in living for other in each.suspected}
+        enough = 2 * len(able) > len(last) or last.keys() - able <= world.dead
+        if able and enough and not missing_shards({each: last[each] for each in able}, self.shards):
+            self._fail("nothing is stuck", quiet, (-1, "is stuck", *map(vars, living)))

@@ -29,8 +29,9 @@ class Job:
     """What is to happen in a job.
 
     ``faults`` are those of each process, by its rank. ``joins`` are the numbers of steps after which one more process
-    is started. ``hosts`` has a letter for the pretended host of each process, by its rank modulo the letters. Steps are
-    rounds of ``every`` inner steps, unless that is 0.
+    is started; if the job ``is_supervised``, another one is for each that is killed. ``hosts`` has a letter for the
+    pretended host of each process, by its rank modulo the letters. Steps are rounds of ``every`` inner steps, unless
+    that is 0.
     """
 
     shards: int = 2
@@ -47,6 +48,8 @@ class Job:
     every: int = 0
     quorum: int = 1
     grace: float = 30.0
+    copy_every: int = 0
+    is_supervised: bool = False
 
 
 @dataclass
@@ -91,8 +94,15 @@ def run(job: Job, limit: float = 90.0) -> Result:
         for joins in job.joins:
             _wait_for_step([f"{directory}/{rank}.out" for rank in range(size)], joins, processes, deadline)
             processes.append(_start(job, directory, port, len(processes)))
+        replaced = 0
         while time.monotonic() < deadline and any(_runs(each) for each in processes):
             time.sleep(0.05)
+            while job.is_supervised and sum(each.exitcode == -signal.SIGKILL for each in processes) > replaced:
+                processes.append(_start(job, directory, port, len(processes)))
+                replaced += 1
+            trained = [each for rank, each in enumerate(processes) if rank < size or _read(f"{directory}/{rank}.out")]
+            if not any(_runs(each) for each in trained):  # a process that is new finds no job, and waits for a launcher
+                deadline = min(deadline, time.monotonic() + 8)
         statuses = [_end(process) for process in processes]
         outputs = [_lines(f"{directory}/{rank}.out") for rank in range(len(processes))]
         errors = [_read(f"{directory}/{rank}.err") for rank in range(len(processes))]
@@ -121,6 +131,7 @@ def _start(job: Job, directory: str, port: int, rank: int) -> ForkServerProcess:
     plan = {"steps": job.steps, "replicas": job.replicas, "directory": f"{directory}/members", "pause": job.pause}
     plan |= {"faults": job.faults.get(rank, ()), "micro_batches": job.micro_batches, "groups": job.groups}
     plan |= {"host": job.hosts[rank % len(job.hosts)], "every": job.every, "quorum": job.quorum, "grace": job.grace}
+    plan |= {"copy_every": job.copy_every}
     env = {"RANK": str(rank), "WORLD_SIZE": str(job.shards * job.replicas), "FULLSHARD_TRANSPORT": job.transport}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FULLSHARD_HANG_TIMEOUT": str(job.silence)}
     process = _context.Process(target=_run_process, args=(plan, env, f"{directory}/{rank}"))

@@ -1,11 +1,11 @@
 """A program that trains on an elastic job, and what goes wrong in it: run by :mod:`tests.elastic.jobs`.
 
 Its one argument is JSON: ``steps``, ``replicas``, ``directory``, ``pause`` (seconds between steps), ``micro_batches``,
-``groups`` (which modules are a group of their own, or ``wrapped``), ``host`` (a pretended one), ``every``, ``quorum``
-and ``grace`` (of rounds, if ``every`` is not 0) and ``faults``: triples of a step, a place and what happens there, a
-signal or the seconds that the process sleeps. At the place ``time`` it happens in another thread, so many milliseconds
-after the process has begun to train as the first number says. Prints a line of JSON for each micro-batch, each step,
-each fault and the end.
+``groups`` (which modules are a group of their own, or ``wrapped``), ``host`` (a pretended one), ``copy_every``,
+``every``, ``quorum`` and ``grace`` (of rounds, if ``every`` is not 0) and ``faults``: triples of a step, a place and
+what happens there, a signal or the seconds that the process sleeps. At the place ``time`` it happens in another thread,
+so many milliseconds after the process has begun to train as the first number says. Prints a line of JSON for each
+micro-batch, each step, each fault and the end.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def train(plan: Mapping[str, Any]) -> None:
         local = LocalRounds(inner, every=every, quorum=plan["quorum"], grace=plan["grace"])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     try:
-        elastic.begin(model, optimizer, micro_batches=micro_batches, state={"scheduler": scheduler}, local=local)
+        more, copy_every = {"scheduler": scheduler}, plan.get("copy_every", 0)
+        elastic.begin(model, optimizer, micro_batches=micro_batches, state=more, local=local, copy_every=copy_every)
         listen(schedule_of(model, "train"), lambda figures: tell(figures=figures))
         begin_timers()
         for step in elastic.steps(plan["steps"]):

@@ -1,44 +1,56 @@
-"""How processes find a job (:mod:`fullshard.elastic.job`)."""
+"""What a process of a job sees of the others and of itself (:mod:`fullshard.elastic.job`)."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import logging
+import time
+from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
 
-from fullshard.elastic.job import Job, store_once
+from fullshard.comm.waits import waiting
+from fullshard.elastic import entry
+from fullshard.elastic.entry import ElasticError
+from fullshard.elastic.job import Job
 
 
 @pytest.fixture
-def founded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
         monkeypatch.setenv(name, value)
-    return Job(1, 0, tmp_path)
+    job = Job(1, 0, None)
+    yield job
+    job._connections.close()
 
 
-def test_the_first_value_of_a_key_stays() -> None:
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    assert store_once(store, "key", "a") == "a"
-    assert store_once(store, "key", "b") == "a"
+def test_a_process_computes_or_waits(alone: Job) -> None:
+    alone._progress()
+    time.sleep(0.05)
+    computes, waits = alone._progress()
+    assert computes >= 0.05
+    assert waits == 0
+    with waiting("something", None):
+        assert alone._progress() == (0.0, 0.0)
+        time.sleep(0.05)
+        computes, waits = alone._progress()
+        assert waits >= 0.05
+        assert computes == 0
+    assert alone._progress() == (0.0, 0.0)
 
 
-def test_a_second_process_finds_the_job_in_its_directory(founded: Job, tmp_path: Path) -> None:
-    file = tmp_path / "0.json"
-    assert file.stat().st_mode & 0o777 == 0o600  # it has the key
-    assert set(json.loads(file.read_text())) == {"address", "key"}
-    with pytest.raises(ValueError, match="replicas is 2, but the running job has 1"):
-        Job(2, 0, tmp_path)
-    founded._newcomer = 0.0
-    second = Job(1, 0, tmp_path)
-    assert (second.rank, second.shard, second.is_joining) == (2, 0, True)
-    founded._connections.close()
-    second._connections.close()
+def test_a_wait_without_a_majority_is_an_error(alone: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    with alone._changed:
+        alone.wait_for(lambda: True, "nothing")
+        alone._frozen_since = time.monotonic() - entry.PATIENCE - 1
+        with pytest.raises(
+            ElasticError, match="fewer than half of the members answer process 0, which waited 30 s for X"
+        ):
+            alone.wait_for(lambda: False, "X")
 
 
-def test_files_of_a_job_that_has_ended_are_no_job(founded: Job, tmp_path: Path) -> None:
-    founded._connections.close()
-    third = Job(1, 0, tmp_path)
-    assert (third.rank, third.is_joining) == (0, False)
-    third._connections.close()
+def test_the_first_member_shows_how_the_job_changes(alone: Job, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "fullshard"):
+        alone._tell_change("one")
+        alone._agreement.lost.add(0)  # another one is the first
+        alone._tell_change("two")
+    assert [(each.levelname, each.message) for each in caplog.records] == [("WARNING", "one"), ("INFO", "two")]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pickle
 
-from fullshard.elastic.messages import Followed, RunOrder
+from fullshard.elastic.messages import Followed, RunOrder, Square
 
 
 def test_messages_arrive_as_they_were_sent() -> None:
-    for message in (RunOrder((0, 1), 3, 1, 2), Followed(2, b"gradients", (True, False), {0: 1.5})):
+    for message in (RunOrder((0, 1), 3, 1, 2), Followed(2, b"gradients", (True, False), (Square(1, 2, 0, 1.5),))):
         arrived = pickle.loads(pickle.dumps(message))
         assert arrived == message
         assert type(arrived) is type(message)

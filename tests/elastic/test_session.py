@@ -135,6 +135,8 @@ def test_what_cannot_be_right_is_refused(alone: Elastic) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises((TypeError, ValueError), match="micro_batches is 0"):
         alone.begin(model, optimizer, micro_batches=0)
+    with pytest.raises((TypeError, ValueError), match="copy_every is -1"):
+        alone.begin(model, optimizer, copy_every=-1)
     alone.begin(model, optimizer)
     with pytest.raises(RuntimeError, match="write `with step:`"):
         [*alone.steps(1)]

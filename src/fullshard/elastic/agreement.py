@@ -19,6 +19,10 @@ every other one: then nobody who knows of a different decision is left, nor is a
 *No two members step with different replicas*, if the first member chooses which ones take part. It chooses once for
 each step under a membership, so all that are complete under it are complete with the same replicas. A step that did not
 count before a new membership is chosen anew under it, and nobody stays complete.
+
+*A membership that lacks a shard goes back* to a step of which copies are left (:mod:`fullshard.elastic.copies`), and
+waits there for a new process. Those that decide are frozen, so no member makes a step of the old future any more. What
+was sent before such a membership is void.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
+from fullshard.elastic.copies import find_way_back
 from fullshard.elastic.rows import Row, arrange, missing_shards
 
 Ballot = tuple[int, int]  # a round, and the process that proposes
@@ -36,10 +41,12 @@ class Membership(NamedTuple):
     """The members of a job, their shards and their rows. It is valid from a step on."""
 
     number: int  # of memberships before this one
-    step: int  # the step that runs first; all steps before it count
+    step: int  # the step that runs first; all steps before it count, and no other
     shards: tuple[tuple[int, int], ...]  # each member and its shard, the oldest member first
     rows: tuple[Row, ...]
     joined: tuple[int, ...] = ()  # members that were none before
+    back: int = 0  # the number of the last membership that went back to an earlier step
+    holders: tuple[tuple[int, int], ...] = ()  # each shard that no member has, and the member that has its copy
 
     @property
     def shard_of(self) -> dict[int, int]:
@@ -86,6 +93,7 @@ class Promise(NamedTuple):
     step: int
     is_complete: bool
     lost: frozenset[int]  # whose last message the sender has read
+    copies: frozenset[tuple[int, int]] = frozenset()  # the steps and shards of which the sender has copies
 
 
 class Accept(NamedTuple):
@@ -135,6 +143,8 @@ class Agreement:
         step: the step that runs: all steps before it count here.
         candidates: processes that are no members and ask to be, with their shards.
         chosen: the replicas that take part in a step, if they are chosen.
+        copies: of states, by the step and the shard. None may be dropped while this process is frozen.
+        goes_back: whether this process has yet to load its copy of ``step``.
         outbox: messages to send, each with its receiver, in this order.
     """
 
@@ -149,6 +159,8 @@ class Agreement:
         self.hanging: set[int] = set()  # of these, those that answer and yet do not train
         self.candidates: dict[int, int] = {}
         self.chosen: dict[int, tuple[Any, ...]] = {}
+        self.copies: dict[tuple[int, int], Any] = {}
+        self.goes_back = False
         self.outbox: list[tuple[int, Message]] = []
         self._is_complete = False  # whether all gradients of this step are there
         self._said: dict[int, set[int]] = {}  # which members are complete, by the step
@@ -263,8 +275,8 @@ class Agreement:
         self._promise(sender, message, None)
 
     def _promise(self, sender: int, message: Prepare, accepted: tuple[Ballot, Membership] | None) -> None:
-        mine = Promise(message.number, message.ballot, accepted, self.step, self._is_complete, frozenset(self.lost))
-        self._answer(sender, mine)
+        state = self.step, self._is_complete, frozenset(self.lost), frozenset(self.copies)
+        self._answer(sender, Promise(message.number, message.ballot, accepted, *state))
 
     def _note_promise(self, sender: int, message: Promise) -> None:
         proposal = self._proposal
@@ -303,9 +315,17 @@ class Agreement:
             behind = step - promises[process].step if process in promises else -1
             if behind == 0 or (behind == 1 and shard in members.values()):  # which sends it the gradients of that step
                 joined[process] = shard
+        number, back, holders = self.membership.number + 1, self.membership.back, tuple[tuple[int, int], ...]()
+        if missing_shards(members | joined, self._shards):
+            copies, lost = {each: old[each].copies for each in old}, missing_shards(members, self._shards)
+            if (found := find_way_back(step, members, lost, copies)) is not None:
+                if found[0] < step:  # candidates go back later, as they are not frozen
+                    back, joined = number, {}
+                step, holders = found
         everyone = members | joined
+        holders = tuple(each for each in holders if each[0] not in everyone.values())
         rows = arrange(self.membership.rows, everyone, self._shards, self._replicas)
-        return Membership(self.membership.number + 1, step, tuple(everyone.items()), rows, tuple(joined))
+        return Membership(number, step, tuple(everyone.items()), rows, tuple(joined), back, holders)
 
     def _answer_accept(self, sender: int, message: Accept) -> None:
         if message.ballot < self._promised:
@@ -351,7 +371,10 @@ class Agreement:
             self.membership, self.state = value, Stage.OUT
             return
         self.membership, self.state, self.step = value, Stage.RUNNING, value.step
-        self._is_complete = mine and not has_stepped and not is_chosen
+        if goes_back := value.back == value.number:
+            self.goes_back = True
+            self.copies = {key: data for key, data in self.copies.items() if key[0] <= value.step}
+        self._is_complete = mine and not has_stepped and not is_chosen and not goes_back
         self._said, self._promised, self._accepted, self._proposal, self._answered = {}, (0, -1), None, None, None
         if self._is_complete:
             self.complete()

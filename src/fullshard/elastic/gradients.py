@@ -35,6 +35,7 @@ class Kept(NamedTuple):
     host: str
     address: Address
     data: bytes | None = None  # for processes on other hosts
+    number: int = 0  # of the membership in which it was told
 
 
 class _Memory(NamedTuple):

@@ -6,16 +6,13 @@ Owns what other processes say, and what this one says to them, in threads beside
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +22,10 @@ from torch.optim import Optimizer
 
 from fullshard.comm.waits import WAITS, waiting
 from fullshard.device import is_host
-from fullshard.elastic.agreement import KINDS, Agreement, Membership, Stage
-from fullshard.elastic.connections import HANGS, Connections, answers, ask, host_address
-from fullshard.elastic.founding import founders, key_of, take_number
+from fullshard.elastic.agreement import KINDS, Stage
+from fullshard.elastic.connections import HANGS
+from fullshard.elastic.copies import Copy
+from fullshard.elastic.entry import PATIENCE, ElasticError, Entry
 from fullshard.elastic.gradients import Kept, KeptGradients, Replica
 from fullshard.elastic.messages import (
     Candidate,
@@ -39,36 +37,22 @@ from fullshard.elastic.messages import (
     RunOrder,
     ShardState,
     Square,
-    Welcome,
 )
-from fullshard.elastic.rows import Row, arrange, shard_for
-from fullshard.elastic.state import load_state, pack_state
+from fullshard.elastic.rows import Row
 from fullshard.figures import listeners_of
-from fullshard.platforms import host_id
-from fullshard.policies import expect
 from fullshard.schedule.schedule import Schedule
-from fullshard.torch_private import launched
 from fullshard.watch.connections import connected_sockets
 
 _log = logging.getLogger("fullshard")
 
-PATIENCE = 30.0  # seconds in which a change must be decided
-_SILENCE = 30.0  # seconds after which a process that says nothing is taken for lost, unless the user says
-_ANSWER = 5.0  # seconds in which a member must answer a new process
-_POLL = 0.2  # seconds between two looks at a directory
 _AGAIN = 1.0  # seconds after which a change is proposed again
-_MEETING = "fullshard/elastic"
-
-
-class ElasticError(RuntimeError):
-    """The job cannot go on with the processes that are left. The message says what they lack."""
 
 
 class RepeatStep(Exception):
     """The step begins again, perhaps from another state."""
 
 
-class Job:
+class Job(Entry):
     """The base of :class:`~fullshard.elastic.session.Elastic`: everything but what is trained."""
 
     _model: nn.Module
@@ -76,9 +60,9 @@ class Job:
     _state: Mapping[str, Any]
 
     def __init__(self, replicas: int, seed: int, directory: str | Path | None, processes: int | None = None) -> None:
-        self.replicas, self.seed, self.step, self.has_left = replicas, seed, 0, False
+        super().__init__(replicas, seed, directory)
+        self.step, self.has_left = 0, False
         self._is_done = self._is_closed = False  # whether all steps are made, and whether the others know
-        self._changed = threading.Condition(threading.RLock())
         self._schedule: Schedule | None = None  # of the model
         self._row: Row = ()  # whose process group this process is in
         self._row_connections: Collection[tuple[str, str]] = ()  # of the backend between the processes of the row
@@ -86,85 +70,25 @@ class Job:
         self._wait_count, self._since = -1, 0.0  # of training, and since when there are so many
         self._times: dict[str, float] = {}  # when a change was noticed and agreed, and this process in its new row
         self._first = 0  # the step from which on this process is a member
-        self._number = 0  # of the membership that this process has acted on
         self._mean: tuple[bytes, tuple[bool, ...]] | None = None  # of the step that ends, for those that follow
         self._row_values: dict[tuple[Row, str], bytes] = {}
         self._orders: list[RunOrder] = []
         self._has: dict[tuple[int, int], Has] = {}  # by the membership and the process
-        self._squares: dict[tuple[int, int], float] = {}  # by the step and the shard
+        self._squares: dict[tuple[int, int], Square] = {}  # by the step and the shard
         self._ordered: set[tuple[int, Replica]] = set()  # steps and replicas that this row was told to run
         self._leaving: dict[int, bool] = {}  # whether a process that leaves has made all steps
         self._early: list[Kept] = []
         self._kept: KeptGradients | None = None
         self._source = -1  # of the state of this process, until it is a member
-        self._sources: tuple[int, ...] = ()
         self._states: list[ShardState] = []
         self._followed: dict[int, Followed] = {}
         self._followers: set[int] = set()  # new processes that follow this one
         self._fetching: set[int] = set()
-        self._last_number = 0  # of the processes that have ever been
-        self._newcomer = math.inf  # when a process was welcomed that is no member yet; infinite before the job begins
-        self._directory = Path(directory) if directory is not None else None
-        if (welcome := self._find_job()) is not None:
-            self._join(*welcome)
-        elif processes is None:
-            self._found_by_launcher()
-        elif self._directory is None:
-            raise ValueError("processes is given without a directory, in which they are to find each other")
-        else:
-            self._found_by_directory(self._directory, processes)
-
-    def _found_by_launcher(self) -> None:
-        """Begins a job with all processes of the launcher."""
-        store, rank, size = launched()
-        key = store_once(store, f"{_MEETING}/key", os.urandom(16).hex())
-        self._begin_alone(rank, size)
-        self._connections = self._open(bytes.fromhex(key), host_address(os.environ["MASTER_ADDR"]))
-        store.set(f"{_MEETING}/{rank}", json.dumps(self._connections.address))
-        self._found([json.loads(store.get(f"{_MEETING}/{other}")) for other in range(size)])
-
-    def _found_by_directory(self, directory: Path, processes: int) -> None:
-        """Begins a job with as many processes as the user says, or joins it, if that many others were faster."""
-        key = key_of(directory)
-        self._begin_alone(-1, processes)
-        connections = self._connections = self._open(key, host_address())
-        mine = [host_id(), [*connections.address]]
-        is_there = partial(answers, key=key, patience=_ANSWER)
-        while (number := take_number(directory, processes, mine, lambda said: is_there(said[1]))) is None or (
-            found := founders(directory, processes)
-        ) is None:
-            if number is None and (welcome := self._find_job()) is not None:
-                connections.close()
-                self._join(*welcome)
-                return
-            time.sleep(_POLL)
-        found.sort()  # processes of a host are neighbours, and so in one row if it has enough
-        connections.me = found.index(mine)
-        self._begin_alone(connections.me, processes)
-        self._found([address for _, address in found])
-
-    def _begin_alone(self, rank: int, size: int) -> None:
-        """Notes what a job of ``size`` processes begins with."""
-        replicas = self.replicas
-        expect(size % replicas == 0, "replicas", replicas, f"a divisor of the number of processes, {size}", ValueError)
-        self.rank, self.size, self.shards = rank, size, size // replicas
-        self.shard, self._last_number = rank % self.shards, size - 1
-        shard_of = {process: process % self.shards for process in range(size)}
-        first = Membership(0, 0, tuple(shard_of.items()), arrange((), shard_of, self.shards, replicas))
-        self._agreement = Agreement(rank, self.shards, replicas, first)
-
-    def _found(self, addresses: Sequence[Any]) -> None:
-        """Connects with the first processes, by their ranks."""
-        found = {process: tuple(address) for process, address in enumerate(addresses)}
-        if missing := self._connections.connect(found, 2 * PATIENCE):
-            raise ElasticError(f"processes {sorted(missing)} did not connect with process {self.rank}")
-        self._newcomer = 0.0
-        self._publish()
-
-    def _open(self, key: bytes, address: str) -> Connections:
-        hang = float(os.environ.get("FULLSHARD_HANG_TIMEOUT", "inf"))
-        heard, limits = (self._receive, self._lose, self._suspect), (_SILENCE if hang == math.inf else hang, hang)
-        return Connections(self.rank, key, address, *heard, *limits, self._progress, self._welcome)
+        self._wanted: dict[int, int] = {}  # new processes, and the shards whose states they need from another one
+        self._copy_every, self._holder = 0, -1  # of the copies of this process
+        self._counted = 0  # how many steps count here; those before going back, until then
+        self._back, self._has_copy = -1, False  # of the state that this new process was sent
+        self._enter(processes)
 
     def _has_waited_for_majority(self) -> bool:
         return time.monotonic() > self._frozen_since + PATIENCE
@@ -183,109 +107,12 @@ class Job:
             self._wait_count, self._since = count, now
         return (0.0, now - self._since) if is_waiting else (now - self._since, 0.0)
 
-    def _publish(self) -> None:
-        """Writes down where this member is, for processes that are to join."""
-        if self._directory is not None:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            path = self._directory / f"{self.rank}.json"
-            said = json.dumps({"address": self._connections.address, "key": self._connections.key.hex()})
-            with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600), encoding="utf-8") as file:
-                file.write(said)
-
-    def _find_job(self) -> tuple[Welcome, bytes] | None:
-        """What the first member of a running job says, if there is one."""
-        if self._directory is None:
-            return None
-        while True:
-            files, answers = sorted(self._directory.glob("[0-9]*.json"), key=lambda file: int(file.stem)), 0
-            for file in files:
-                with suppress(OSError, EOFError, ValueError):
-                    said = json.loads(file.read_text(encoding="utf-8"))
-                    key = bytes.fromhex(said["key"])
-                    if (welcome := ask(tuple(said["address"]), key, _ANSWER)) is not None:
-                        return welcome, key
-                    answers += 1
-            if not answers:
-                for file in files:
-                    file.unlink(missing_ok=True)
-                return None
-            time.sleep(_POLL)
-
-    def _welcome(self) -> Welcome | None:
-        """What a new process is told; ``None`` while another one is new, and by all members but the first."""
-        with self._changed:
-            now, agreement = time.monotonic(), self._agreement
-            if now < self._newcomer + PATIENCE or agreement.is_frozen or not self._is_first:
-                return None
-            self._newcomer, self._last_number = now, self._last_number + 1
-            shard = shard_for(agreement.members, self.shards)
-            members = [process for process in agreement.members if process not in agreement.lost]
-            twins = [process for process in members if agreement.members[process] == shard]
-            in_rows = {process for row in agreement.membership.rows for process in row}
-            twins.sort(key=lambda process: process in in_rows)
-            known = {**self._connections.addresses, self.rank: self._connections.address}
-            addresses = {process: known[process] for process in members}
-            mine = self._last_number, shard, self.size, self.replicas, self.seed
-            return Welcome(*mine, addresses, tuple(twins))
-
-    def _join(self, welcome: Welcome, key: bytes) -> None:
-        """Becomes a process of a running job, which is no member yet."""
-        if welcome.replicas != self.replicas:
-            raise ValueError(f"replicas is {self.replicas}, but the running job has {welcome.replicas}")
-        self.seed, self._last_number, self._number = welcome.seed, welcome.number, -1
-        self.rank, self.shard, self.size = welcome.number, welcome.shard, welcome.size
-        self.shards, self._sources = welcome.size // welcome.replicas, welcome.sources
-        self._agreement = Agreement(self.rank, self.shards, self.replicas)
-        self._connections = self._open(key, host_address(next(iter(welcome.addresses.values()))[0]))
-        for process in self._connections.connect(welcome.addresses, _ANSWER):
-            self._agreement.suspect(process)  # it has ended meanwhile, or is stopped
-
     @property
     def is_joining(self) -> bool:
         """Whether this process has not been a member yet."""
         return self._agreement.membership.number < 0
 
     # -- new processes -------------------------------------------------------------------------------------------------
-
-    def _fetch(self) -> None:
-        """Gets the state of this process's shard from a member that has it."""
-        with self._changed:
-            left = [each for each in self._sources if each not in self._gone()]
-            if not left:
-                raise ElasticError(f"no member is left that has shard {self.shard}, which this process was to get")
-            self._source = left[0]
-            self._states.clear()
-            self._followed.clear()
-            self._connections.send(self._source, Fetch())
-            self.wait_for(lambda: self._states or self._source in self._gone(), "the state of its shard")
-            states = [*self._states]
-        if not states:
-            self._fetch()
-            return
-        assert self._kept is not None
-        load_state(states[0].data, self._model, self._optimizer, self._state)
-        self._kept.note_start()
-        self.step = states[0].step
-        with self._changed:
-            self._agreement.follow(self.step)
-            self._ask_to_be_member()
-
-    def _has_lost_source(self) -> bool:
-        """Whether the process that this one follows has ended. Raises ElasticError if only that one could help."""
-        if self._source not in self._gone() or self.step in self._followed:
-            return False
-        if not self.is_joining and self.step < self._first:
-            raise ElasticError(
-                f"process {self._source} has ended before process {self.rank} had its state: start again"
-            )
-        return self.is_joining
-
-    def _gone(self) -> set[int]:
-        return self._agreement.lost | self._agreement.suspected
-
-    @property
-    def _is_first(self) -> bool:
-        return next((each for each in self._agreement.members if each not in self._gone()), -1) == self.rank
 
     def _drop_followers(self) -> None:
         """Forgets followers that are members, and have been sent all that came before."""
@@ -294,22 +121,18 @@ class Job:
 
     def _counts(self, step: int) -> bool:
         """Whether a step counts, and its gradients are here."""
-        return step in self._followed or (self._agreement.step > step >= self._first)
+        return step in self._followed or (max(self._counted, self._agreement.step) > step >= self._first)
 
     def _ask_to_be_member(self) -> None:
         if self.is_joining and self.step not in self._followed:
             for process in self._connections.addresses:
-                self._connections.send(process, Candidate(self.shard))
+                self._connections.send(process, Candidate(self.shard, self._back))
 
-    def _serve_newcomers(self) -> None:
-        """Sends the state of this process's shard to new processes that have asked for it. Called between steps."""
-        with self._changed:
-            fetching, self._fetching = self._fetching, set()
-            self._followers |= fetching
-        if fetching:
-            state = ShardState(self.step, pack_state(self._model, self._optimizer, self._state))
-            for process in fetching:
-                self._connections.send(process, state)
+    def _find_holder(self) -> None:
+        """Overridden: a membership may mean another holder of the copies of this process."""
+
+    def _serve_copies(self) -> None:
+        """Overridden: new processes may need copies."""
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -318,9 +141,14 @@ class Job:
         with self._changed:
             if self._is_closed:
                 return
+            back = self._agreement.membership.back
             if isinstance(message, KINDS):
                 self._agreement.receive(sender, message)
                 self._after_agreement()
+            elif isinstance(message, Kept | Square | Copy) and message.number < back:
+                pass  # of a future that will be another one
+            elif isinstance(message, Copy):
+                self._agreement.copies[message.step, message.shard] = message.data
             elif isinstance(message, Kept):
                 self._add(message)
             elif isinstance(message, RunOrder):
@@ -330,20 +158,22 @@ class Job:
             elif isinstance(message, RowValue):
                 self._row_values[message.row, message.key] = message.value
             elif isinstance(message, Square):
-                self._squares[message.step, message.shard] = message.total
+                self._squares[message.step, message.shard] = message
             elif isinstance(message, Leaving):
                 self._leaving[sender] = message.is_done
             elif isinstance(message, Fetch):
-                self._last_number = max(self._last_number, sender)
-                self._fetching.add(sender)
+                self._last_number = max(self._last_number, message.process)
+                self._wanted[message.process] = message.shard
+                self._serve_copies()
             elif isinstance(message, ShardState):
+                self._source = sender
                 self._states.append(message)
             elif isinstance(message, Followed):
                 self._followed[message.step] = message
-                self._squares.update({(message.step, shard): total for shard, total in message.squares.items()})
+                self._squares.update({(message.step, each.shard): each for each in message.squares})
             elif isinstance(message, Candidate):
                 self._last_number = max(self._last_number, sender)
-                if sender not in self._agreement.members:
+                if sender not in self._agreement.members and message.back >= back:
                     self._agreement.candidates[sender] = message.shard
                     self._agreement.consider()
                     self._after_agreement()
@@ -376,7 +206,7 @@ class Job:
             self._changed.notify_all()
 
     def _add(self, kept: Kept) -> None:
-        if self._kept is None:
+        if self._kept is None or self._agreement.goes_back:
             self._early.append(kept)
         elif kept.step >= self.step:
             self._kept.add(kept)
@@ -390,13 +220,16 @@ class Job:
         if self._kept is None or (replicas := self._taking_part(self.step)) is None:
             return
         # Not before this process has made the step before: others may write to its gradients once this one is complete.
-        if self.step == self._agreement.step and self._kept.has_all(self.step, replicas):
+        is_ready = self.step == self._agreement.step and not self._agreement.goes_back
+        if is_ready and self._kept.has_all(self.step, replicas):
             self._agreement.complete()
             self._after_agreement()
 
     def _after_agreement(self) -> None:
         """Sends what the agreement wants to send. If there is a new membership, tells what this process has."""
         outbox, self._agreement.outbox = self._agreement.outbox, []
+        if not self._agreement.goes_back:
+            self._counted = self._agreement.step
         for receiver, message in outbox:
             self._connections.send(receiver, message)
         membership, now = self._agreement.membership, time.monotonic()
@@ -418,13 +251,27 @@ class Job:
                 f"membership {membership.number}, from step {membership.step} on: processes {[*membership.shard_of]} "
                 f"in rows {[*membership.rows]}"
             )
-        if self._kept is not None and self.rank in membership.shard_of:
-            step = self._agreement.step
-            for kept in self._kept.tell_again(step):
-                self._tell(kept)
-            if step == membership.step:
-                self._tell_has(step)
-            self._look_whether_complete()
+            if membership.holders:
+                self._tell_change(
+                    f"no process is left that has shard {', '.join(str(shard) for shard, _ in membership.holders)} of "
+                    f"{self.shards}. The job goes back to step {membership.step}, of which processes "
+                    f"{sorted({process for _, process in membership.holders})} have copies, and waits there: start a "
+                    f"new process with the same command for each of these shards"
+                )
+        self._serve_copies()
+        if self._kept is not None and self.rank in membership.shard_of and not self._agreement.goes_back:
+            self._begin_membership()
+
+    def _begin_membership(self) -> None:
+        """Tells other members what this process has of the step that runs."""
+        membership, step, kept = self._agreement.membership, self._agreement.step, self._kept
+        assert kept is not None
+        self._find_holder()
+        for each in kept.tell_again(step):
+            self._tell(each)
+        if step == membership.step:
+            self._tell_has(step)
+        self._look_whether_complete()
 
     def _tell_has(self, step: int) -> None:
         """Tells all members what this process has of a step."""
@@ -456,6 +303,7 @@ class Job:
     def _tell(self, kept: Kept) -> None:
         """Tells the other processes of the shard where gradients are."""
         assert self._kept is not None
+        kept = kept._replace(number=self._agreement.membership.number)
         whole: Kept | None = None  # for those that cannot read the memory of this process
         for process, shard in self._agreement.members.items():
             if shard == self.shard and process != self.rank:
@@ -476,18 +324,23 @@ class Job:
                     f"process {self.rank} is no longer a member of the job: the others took it for lost, and go on "
                     f"without it. Start it again"
                 )
-            if agreement.lost_shards:
+            if agreement.goes_back:
+                raise RepeatStep
+            if agreement.lost_shards and not agreement.membership.holders:
+                copies = ", ".join(f"step {step} of shard {shard}" for step, shard in sorted(agreement.copies))
                 raise ElasticError(
                     f"no process is left that has shard {', '.join(map(str, agreement.lost_shards))} of "
                     f"{self.shards}: load the last checkpoint and start again. Left are processes "
-                    f"{sorted({*agreement.members} - agreement.lost)}"
+                    f"{sorted({*agreement.members} - agreement.lost)}, whose copies do not suffice to go on: process "
+                    f"{self.rank} has {copies or 'none'}"
                 )
             if self._has_waited_for_majority():
                 raise ElasticError(
                     f"the processes that are left cannot agree on how to go on: fewer than half of the members answer "
                     f"process {self.rank}, which waited {PATIENCE:.0f} s for {what}"
                 )
-            self._changed.wait(0.5)
+            if not self._changed.wait(0.5) and self._has_copy:  # members may have been busy with another change
+                self._ask_to_be_member()
 
     def _find_row(self) -> Row:
         return next((row for row in self._agreement.membership.rows if self.rank in row), ())
@@ -506,8 +359,3 @@ class Job:
         groups, world = self._schedule.groups if self._schedule is not None else (), dist.group.WORLD
         if world is not None and not all(is_host(group.device) for group in groups):
             threading.Thread(target=world.abort, daemon=True).start()  # NCCL waits on the device
-
-
-def store_once(store: Any, key: str, value: str) -> str:
-    """The value of a key, which is ``value`` if there was none."""
-    return bytes(store.compare_set(key, "", value)).decode()

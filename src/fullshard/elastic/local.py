@@ -27,8 +27,9 @@ from torch.optim import Optimizer
 
 from fullshard.elastic.agreement import KINDS, Stage
 from fullshard.elastic.gradients import Kept, KeptGradients, Replica
-from fullshard.elastic.job import Job, RepeatStep
+from fullshard.elastic.job import RepeatStep
 from fullshard.elastic.messages import Has, RunMore, RunOrder
+from fullshard.elastic.restore import Restoring
 from fullshard.elastic.rows import Row
 from fullshard.elastic.state import load_state_of, state_of
 from fullshard.group.parameter import local_tensor
@@ -143,7 +144,7 @@ class KeptChanges(KeptGradients):
         super().show_packed(data, present)
 
 
-class LocalJob(Job):
+class LocalJob(Restoring):
     """A job whose steps may be rounds."""
 
     _local: LocalRounds | None = None
@@ -196,8 +197,8 @@ class LocalJob(Job):
 
     def _choose(self, local: LocalRounds) -> None:
         """Chooses the rows that take part in the round, if this is the first member and enough of them are there."""
-        agreement, (number, _, _, rows, _) = self._agreement, self._agreement.membership
-        key = number, step = number, agreement.step
+        agreement, rows = self._agreement, self._agreement.membership.rows
+        key = number, step = agreement.membership.number, agreement.step
         if agreement.state is not Stage.RUNNING or next(iter(agreement.members)) != self.rank:
             return
 

@@ -45,6 +45,7 @@ class RowValue(NamedTuple):
 class Square(NamedTuple):
     """The sum of the squares of the gradients of a shard."""
 
+    number: int  # of the membership in which it was sent
     step: int
     shard: int
     total: float
@@ -65,11 +66,14 @@ class Welcome(NamedTuple):
     replicas: int
     seed: int
     addresses: dict[int, tuple[str, int]]
-    sources: tuple[int, ...]  # members that have its shard, those without a row first
+    sources: tuple[int, ...]  # the members, those that have its shard first, and of these those without a row
 
 
 class Fetch(NamedTuple):
-    """The sender needs the state of its shard, and the gradients of the steps that follow."""
+    """A new process needs the state of its shard, and the gradients of the steps that follow."""
+
+    process: int
+    shard: int
 
 
 class ShardState(NamedTuple):
@@ -77,6 +81,8 @@ class ShardState(NamedTuple):
 
     step: int
     data: bytes
+    back: int  # as in the membership of the sender
+    is_lost: bool = False  # no member has the shard: this is a copy, and no gradients follow
 
 
 class Followed(NamedTuple):
@@ -85,10 +91,11 @@ class Followed(NamedTuple):
     step: int
     data: bytes
     present: tuple[bool, ...]
-    squares: dict[int, float]
+    squares: tuple[Square, ...]
 
 
 class Candidate(NamedTuple):
     """The sender has made all steps that count, as far as it knows, and asks to be a member."""
 
     shard: int
+    back: int  # as in the membership of the process that has sent its state

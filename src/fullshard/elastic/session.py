@@ -30,8 +30,9 @@ from fullshard.comm.backends import comes_from_backend
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.select import simulated_transport
 from fullshard.comm.waits import PeerFailureError
+from fullshard.elastic.entry import PATIENCE
 from fullshard.elastic.gradients import Replica
-from fullshard.elastic.job import PATIENCE, RepeatStep
+from fullshard.elastic.job import RepeatStep
 from fullshard.elastic.local import LocalJob, LocalRounds
 from fullshard.elastic.messages import Followed, Leaving, RowValue, RunOrder, Square
 from fullshard.elastic.regroup import RowStore, problem_of, use_process_group
@@ -135,6 +136,7 @@ class Elastic(LocalJob):
         micro_batches: int = 1,
         state: Mapping[str, Any] | None = None,
         local: LocalRounds | None = None,
+        copy_every: int = 0,
     ) -> None:
         """Names what is trained. A process that joins gets its state here.
 
@@ -146,11 +148,14 @@ class Elastic(LocalJob):
             state: what else a new process must get, by name: objects with ``state_dict()`` and ``load_state_dict()``,
                 such as a learning-rate scheduler. They hold tensors and plain values only.
             local: lets replicas train apart for more than one step at a time; ``optimizer`` is the outer one then.
+            copy_every: after so many steps each process copies the state of its shard, and sends the copy to a process
+                that has a different shard, if possible on a different host. If all processes of a shard end, the job
+                goes back to the last copies, and waits for a new process. 0: a lost shard ends the job.
 
         Raises:
-            ValueError: ``micro_batches`` is less than 1, ``model`` is not a sharded root, or a group of it replicates,
-                encodes messages, reshards to a part of the ranks or lies on a disk; or ``local`` has a quorum of more
-                than ``replicas`` or the same optimizer.
+            ValueError: ``micro_batches`` is less than 1, ``copy_every`` is negative, ``model`` is not a sharded root or
+                has a group that replicates, encodes messages, reshards to a part of the ranks or lies on a disk; or
+                ``local`` has a quorum of more than ``replicas`` or the same optimizer.
             ElasticError: this process joins, and no member is left that has its shard.
 
         Ranks: all, once, after the optimizer was made.
@@ -158,6 +163,8 @@ class Elastic(LocalJob):
         is_right = isinstance(micro_batches, int) and micro_batches > 0
         expect(is_right, "micro_batches", micro_batches, "a number of 1 or more", ValueError)
         of_rounds = self._use_rounds(local, optimizer)
+        is_right = isinstance(copy_every, int) and copy_every >= 0
+        expect(is_right, "copy_every", copy_every, "a number of steps, or 0 for no copies", ValueError)
         self._model, self._optimizer, self.micro_batches = model, optimizer, micro_batches
         self._schedule = schedule_of(model, "elastic.begin()")
         for group in self._schedule.groups:
@@ -166,9 +173,10 @@ class Elastic(LocalJob):
         params = [param for param in model.parameters() if param.requires_grad]
         with self._changed:
             self._kept = self._make_kept(params, [*model.buffers()])
-            early, self._early = self._early, []
-            for kept in early:
-                self._add(kept)
+            self._copy_every = copy_every
+            self._add_early()
+            if self.rank in self._agreement.members:  # perhaps the membership has changed meanwhile
+                self._begin_membership()
         self._steps_before, self._state = 0, {**(state or {}), **of_rounds}
         self._leave_row()  # collectives would do nothing
         self._until_begin.close()
@@ -177,8 +185,8 @@ class Elastic(LocalJob):
         optimizer.register_step_post_hook(self._note_step)
 
     def steps(self, number: int) -> Iterator[ElasticStep]:
-        """The steps until this process has made ``number``; one is given again if it has to be repeated. Use each as a
-        context.
+        """The steps until this process has made ``number``; one is given again if it has to be repeated, and several
+        if the job goes back to copies. Use each as a context.
 
         Args:
             number: of steps, from the beginning of the job.
@@ -191,9 +199,13 @@ class Elastic(LocalJob):
         """
         if self._kept is None:
             raise RuntimeError("elastic.begin(model, optimizer) must be called before elastic.steps()")
-        while self.step < number and not self.has_left:
+        while (self.step < number or self._must_go_back()) and not self.has_left:
+            if self._agreement.goes_back:
+                self._leave_row()
+                self._go_back()
+            self._copy()
             self._serve_newcomers()
-            if self._has_lost_source():
+            if self._must_fetch():
                 self._fetch()
             step = ElasticStep(self, self.step)
             yield step
@@ -234,6 +246,8 @@ class Elastic(LocalJob):
         """Makes the process group of the row that this process is in now, if that has changed."""
         while (row := self._find_row()) != self._row:
             self._leave_row()
+            if self._agreement.goes_back:  # processes of a row connect only once
+                raise RepeatStep
             with suppress(RuntimeError):  # a process of the row has ended meanwhile: the next membership says so
                 if row:
                     self._enter_row(row)
@@ -291,7 +305,7 @@ class Elastic(LocalJob):
                 self._give_order(step)
             if (order := self._take_order(step)) is not None:
                 found.append(order)
-            if self._has_lost_source():
+            if self._must_fetch():
                 raise RepeatStep
             return bool(found) or self._has_ended(step)
 
@@ -335,6 +349,8 @@ class Elastic(LocalJob):
             self._seed(step, rank, number)
             yield MicroBatch(step, number, rank, size, (number + 1) % self.micro_batches == 0)
         with self._changed:
+            if self._agreement.goes_back:
+                return
             self._tell(kept.keep(step, self._kept_as(order)))
             self._look_whether_complete()
 
@@ -346,12 +362,13 @@ class Elastic(LocalJob):
     def norm(self, step: int, square: float) -> float:
         """The norm of all gradients, from the sum of the squares of this shard's."""
         with self._changed:
-            self._squares[step, self.shard] = square
-            for process in self._agreement.members:
-                self._connections.send(process, Square(step, self.shard, square))
+            mine = Square(self._number, step, self.shard, square)
+            self._squares[step, self.shard] = mine
+            for process in self._agreement.members if not self._agreement.goes_back else ():
+                self._connections.send(process, mine)
             squares = self._squares
             self.wait_for(lambda: all((step, shard) in squares for shard in range(self.shards)), "norms of gradients")
-            return float(sum(squares[step, shard] for shard in range(self.shards))) ** 0.5
+            return float(sum(squares[step, shard].total for shard in range(self.shards))) ** 0.5
 
     # -- ends of steps -------------------------------------------------------------------------------------------------
 
@@ -366,9 +383,9 @@ class Elastic(LocalJob):
         with self._changed:
             assert self._kept is not None
             mean = self._mean
-            for process in self._followers:
+            for process in self._followers if not self._agreement.goes_back else ():
                 assert mean is not None
-                squares = {shard: total for (of, shard), total in self._squares.items() if of == step}
+                squares = tuple(each for each in self._squares.values() if each.step == step)
                 self._connections.send(process, Followed(step, mean[0], mean[1], squares))
             if "agreed" in self._times:
                 self._end_change()

@@ -1,0 +1,192 @@
+"""How a process comes to an elastic job: with all others when it begins, or to one that runs.
+
+Owns the directory in which members write down where they are, and what a new process is told. What it does then is in
+:mod:`fullshard.elastic.job`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fullshard.elastic.agreement import Agreement, Membership
+from fullshard.elastic.connections import Connections, answers, ask, host_address
+from fullshard.elastic.founding import founders, key_of, take_number
+from fullshard.elastic.messages import Welcome
+from fullshard.elastic.rows import arrange, shard_for
+from fullshard.platforms import host_id
+from fullshard.policies import expect
+from fullshard.torch_private import launched
+
+PATIENCE = 30.0  # seconds in which a change must be decided
+_SILENCE = 30.0  # seconds after which a process that says nothing is taken for lost, unless the user says
+_ANSWER = 5.0  # seconds in which a member must answer a new process
+_POLL = 0.2  # seconds between two looks at a directory
+_MEETING = "fullshard/elastic"
+
+
+class ElasticError(RuntimeError):
+    """The job cannot go on with the processes that are left. The message says what they lack."""
+
+
+class Entry:
+    """The base of a :class:`~fullshard.elastic.job.Job`: its connections, and its first membership."""
+
+    def __init__(self, replicas: int, seed: int, directory: str | Path | None) -> None:
+        self.replicas, self.seed = replicas, seed
+        self._directory = Path(directory) if directory is not None else None
+        self._changed = threading.Condition(threading.RLock())
+        self._number = 0  # of the membership that this process has acted on
+        self._last_number = 0  # of the processes that have ever been
+        self._newcomer = math.inf  # when a process was welcomed that is no member yet; infinite before the job begins
+        self._sources: tuple[int, ...] = ()  # members that may have the state of a new process's shard
+
+    def _enter(self, processes: int | None) -> None:
+        if (welcome := self._find_job()) is not None:
+            self._join(*welcome)
+        elif processes is None:
+            self._found_by_launcher()
+        elif self._directory is None:
+            raise ValueError("processes is given without a directory, in which they are to find each other")
+        else:
+            self._found_by_directory(self._directory, processes)
+
+    def _found_by_launcher(self) -> None:
+        """Begins a job with all processes of the launcher."""
+        store, rank, size = launched()
+        key = store_once(store, f"{_MEETING}/key", os.urandom(16).hex())
+        self._begin_alone(rank, size)
+        self._connections = self._open(bytes.fromhex(key), host_address(os.environ["MASTER_ADDR"]))
+        store.set(f"{_MEETING}/{rank}", json.dumps(self._connections.address))
+        self._found([json.loads(store.get(f"{_MEETING}/{other}")) for other in range(size)])
+
+    def _found_by_directory(self, directory: Path, processes: int) -> None:
+        """Begins a job with as many processes as the user says, or joins it, if that many others were faster."""
+        key = key_of(directory)
+        self._begin_alone(-1, processes)
+        connections = self._connections = self._open(key, host_address())
+        mine = [host_id(), [*connections.address]]
+        is_there = partial(answers, key=key, patience=_ANSWER)
+        while (number := take_number(directory, processes, mine, lambda said: is_there(said[1]))) is None or (
+            found := founders(directory, processes)
+        ) is None:
+            if number is None and (welcome := self._find_job()) is not None:
+                connections.close()
+                self._join(*welcome)
+                return
+            time.sleep(_POLL)
+        found.sort()  # processes of a host are neighbours, and so in one row if it has enough
+        connections.me = found.index(mine)
+        self._begin_alone(connections.me, processes)
+        self._found([address for _, address in found])
+
+    def _begin_alone(self, rank: int, size: int) -> None:
+        """Notes what a job of ``size`` processes begins with."""
+        replicas = self.replicas
+        expect(size % replicas == 0, "replicas", replicas, f"a divisor of the number of processes, {size}", ValueError)
+        self.rank, self.size, self.shards = rank, size, size // replicas
+        self.shard, self._last_number = rank % self.shards, size - 1
+        shard_of = {process: process % self.shards for process in range(size)}
+        first = Membership(0, 0, tuple(shard_of.items()), arrange((), shard_of, self.shards, replicas))
+        self._agreement = Agreement(rank, self.shards, replicas, first)
+
+    def _found(self, addresses: Sequence[Any]) -> None:
+        """Connects with the first processes, by their ranks."""
+        found = {process: tuple(address) for process, address in enumerate(addresses)}
+        if missing := self._connections.connect(found, 2 * PATIENCE):
+            raise ElasticError(f"processes {sorted(missing)} did not connect with process {self.rank}")
+        self._newcomer = 0.0
+        self._publish()
+
+    def _open(self, key: bytes, address: str) -> Connections:
+        hang = float(os.environ.get("FULLSHARD_HANG_TIMEOUT", "inf"))
+        heard, limits = (self._receive, self._lose, self._suspect), (_SILENCE if hang == math.inf else hang, hang)
+        return Connections(self.rank, key, address, *heard, *limits, self._progress, self._welcome)
+
+    def _publish(self) -> None:
+        """Writes down where this member is, for processes that are to join."""
+        if self._directory is not None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            path = self._directory / f"{self.rank}.json"
+            said = json.dumps({"address": self._connections.address, "key": self._connections.key.hex()})
+            with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600), encoding="utf-8") as file:
+                file.write(said)
+
+    def _find_job(self) -> tuple[Welcome, bytes] | None:
+        """What the first member of a running job says, if there is one."""
+        if self._directory is None:
+            return None
+        while True:
+            files, answers = sorted(self._directory.glob("[0-9]*.json"), key=lambda file: int(file.stem)), 0
+            for file in files:
+                with suppress(OSError, EOFError, ValueError):
+                    said = json.loads(file.read_text(encoding="utf-8"))
+                    key = bytes.fromhex(said["key"])
+                    if (welcome := ask(tuple(said["address"]), key, _ANSWER)) is not None:
+                        return welcome, key
+                    answers += 1
+            if not answers:
+                for file in files:
+                    file.unlink(missing_ok=True)
+                return None
+            time.sleep(_POLL)
+
+    def _welcome(self) -> Welcome | None:
+        """What a new process is told; ``None`` while another one is new, and by all members but the first."""
+        with self._changed:
+            now, agreement = time.monotonic(), self._agreement
+            if now < self._newcomer + PATIENCE or agreement.is_frozen or not self._is_first:
+                return None
+            self._newcomer, self._last_number = now, max(self._last_number, *self._connections.addresses, 0) + 1
+            shard_of = {each: shard for each, shard in agreement.members.items() if each not in agreement.lost}
+            shard, members = shard_for(shard_of, self.shards), [*shard_of]
+            in_rows = {process for row in agreement.membership.rows for process in row}
+            members.sort(key=lambda process: (shard_of[process] != shard, process in in_rows))
+            known = {**self._connections.addresses, self.rank: self._connections.address}
+            addresses = {process: known[process] for process in members}
+            mine = self._last_number, shard, self.size, self.replicas, self.seed
+            return Welcome(*mine, addresses, tuple(members))
+
+    def _join(self, welcome: Welcome, key: bytes) -> None:
+        """Becomes a process of a running job, which is no member yet."""
+        if welcome.replicas != self.replicas:
+            raise ValueError(f"replicas is {self.replicas}, but the running job has {welcome.replicas}")
+        self.seed, self._last_number, self._number = welcome.seed, welcome.number, -1
+        self.rank, self.shard, self.size = welcome.number, welcome.shard, welcome.size
+        self.shards, self._sources = welcome.size // welcome.replicas, welcome.sources
+        self._agreement = Agreement(self.rank, self.shards, self.replicas)
+        self._connections = self._open(key, host_address(next(iter(welcome.addresses.values()))[0]))
+        for process in self._connections.connect(welcome.addresses, _ANSWER):
+            self._agreement.suspect(process)  # it has ended meanwhile, or is stopped
+
+    def _gone(self) -> set[int]:
+        return self._agreement.lost | self._agreement.suspected
+
+    @property
+    def _is_first(self) -> bool:
+        return next((each for each in self._agreement.members if each not in self._gone()), -1) == self.rank
+
+    def _receive(self, sender: int, message: Any) -> None:
+        raise NotImplementedError
+
+    def _lose(self, process: int) -> None:
+        raise NotImplementedError
+
+    def _suspect(self, process: int, why: str) -> None:
+        raise NotImplementedError
+
+    def _progress(self) -> tuple[float, float]:
+        raise NotImplementedError
+
+
+def store_once(store: Any, key: str, value: str) -> str:
+    """The value of a key, which is ``value`` if there was none."""
+    return bytes(store.compare_set(key, "", value)).decode()

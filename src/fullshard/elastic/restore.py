@@ -1,0 +1,146 @@
+"""How a process comes to a state of its shard: from a member when it is new, or from its own copy.
+
+Owns what happens to the model and the optimizer between steps. :mod:`fullshard.elastic.copies` says who holds copies,
+:mod:`fullshard.elastic.agreement` when the members go back to them.
+"""
+
+from __future__ import annotations
+
+from fullshard.elastic.copies import Copy, holder_of, outdated
+from fullshard.elastic.entry import ElasticError
+from fullshard.elastic.job import Job
+from fullshard.elastic.messages import Fetch, ShardState
+from fullshard.elastic.state import load_state, pack_state
+from fullshard.platforms import host_id
+
+
+class Restoring(Job):
+    """A job whose states of shards are copied and loaded."""
+
+    def _fetch(self) -> None:
+        """Gets the state of this process's shard from a member that has it, or a copy if there is none."""
+        with self._changed:
+            while not self._states:
+                left = [each for each in self._sources if each not in self._gone()]
+                if not left:
+                    raise ElasticError(f"no member is left that has shard {self.shard}, which this process was to get")
+                self._source = left[0]
+                self._followed.clear()
+                self._connections.send(self._source, Fetch(self.rank, self.shard))
+                self.wait_for(lambda: self._states or self._source in self._gone(), "the state of its shard")
+            state = self._states.pop()
+            self._states.clear()
+        self._load(state.step, state.data)
+        with self._changed:
+            self._back, self._has_copy = state.back, state.is_lost
+            if self._copy_every:
+                self._agreement.copies[state.step, self.shard] = state.data
+            if self.is_joining:
+                self._agreement.follow(self.step)
+            self._ask_to_be_member()
+
+    def _load(self, step: int, data: bytes) -> None:
+        assert self._kept is not None
+        load_state(data, self._model, self._optimizer, self._state)
+        self._kept.note_start()
+        self.step = step
+
+    def _must_fetch(self) -> bool:
+        """Whether this new process needs the state of its shard: the process that it follows has ended, or has gone
+        back and sent another one. Raises ElasticError if only the one that has ended could help."""
+        if self.is_joining and self._states:
+            return True
+        if self._source not in self._gone() or self.step in self._followed:
+            return False
+        if not self.is_joining and self.step < self._first:
+            raise ElasticError(
+                f"process {self._source} has ended before process {self.rank} had its state: start again"
+            )
+        return self.is_joining
+
+    def _copy(self) -> None:
+        """Copies the state of this process, if it is time. Called between steps."""
+        key, agreement = (self.step, self.shard), self._agreement
+        if not self._copy_every or self.step % self._copy_every or key in agreement.copies or agreement.goes_back:
+            return
+        data = pack_state(self._model, self._optimizer, self._state)
+        with self._changed:
+            if agreement.goes_back:
+                return
+            agreement.copies[key] = data
+            self._connections.send(self._holder, Copy(self._number, *key, data))
+            for old in outdated(agreement.copies, self.step, self._copy_every) if not agreement.is_frozen else ():
+                del agreement.copies[old]
+
+    def _serve_newcomers(self) -> None:
+        """Sends the state of this process's shard to new processes that have asked for it. Called between steps."""
+        with self._changed:
+            fetching, self._fetching = self._fetching, set()
+            self._followers |= fetching
+            number, back = self._agreement.membership.number, self._agreement.membership.back
+            own = [Copy(number, *key, data) for key, data in self._agreement.copies.items() if key[1] == self.shard]
+        if fetching:
+            state = ShardState(self.step, pack_state(self._model, self._optimizer, self._state), back)
+            for process in fetching:
+                for message in (state, *own):
+                    self._connections.send(process, message)
+
+    def _find_holder(self) -> None:
+        """Sends the copies of this process to its holder, if that is another one than before."""
+        if not self._copy_every or self.rank not in self._agreement.members:
+            return
+        holder = holder_of(self.rank, self._agreement.members, {**self._connections.host_of, self.rank: host_id()})
+        if holder is not None and holder != self._holder:
+            self._holder = holder
+            for key, data in self._agreement.copies.items():
+                if key[1] == self.shard:
+                    self._connections.send(holder, Copy(self._number, *key, data))
+
+    def _serve_copies(self) -> None:
+        """Sends new processes the copies that they need, or lets the process that can do so know."""
+        agreement, step = self._agreement, self._agreement.membership.step
+        for process, shard in [*self._wanted.items()]:
+            owners = [each for each, has in agreement.members.items() if has == shard and each not in agreement.lost]
+            source = next(iter(owners), dict(agreement.membership.holders).get(shard, -1))
+            if shard == self.shard or process in {*agreement.lost, *agreement.members}:
+                del self._wanted[process]
+                self._fetching |= {process} - agreement.lost if shard == self.shard else set()
+            elif source != self.rank:
+                self._connections.send(source, Fetch(process, shard))
+            else:
+                data = agreement.copies[step, shard]
+                self._connections.send(process, ShardState(step, data, agreement.membership.back, is_lost=True))
+
+    def _must_go_back(self) -> bool:
+        """Whether this process must repeat steps though it has made all. Not if another one has made all and left, and
+        nobody repeats them yet."""
+        agreement = self._agreement
+        return agreement.goes_back and not (any(self._leaving.values()) and not agreement.membership.rows)
+
+    def _go_back(self) -> None:
+        """Loads the copy of the state that the membership has gone back to. Called between steps."""
+        agreement, kept = self._agreement, self._kept
+        assert kept is not None
+        while agreement.goes_back:
+            with self._changed:
+                step = agreement.step
+                data = agreement.copies[step, self.shard]
+            kept.forget(self.step + 2)
+            self._load(step, data)
+            with self._changed:
+                if agreement.step != step:  # it has gone back further
+                    continue
+                agreement.goes_back, self._first, self._counted = False, min(self._first, step), step
+                back = agreement.membership.back
+                self._squares = {key: each for key, each in self._squares.items() if each.number >= back}
+                self._fetching |= self._followers.difference(agreement.members)
+                self._add_early()
+                if self.rank in agreement.members:
+                    self._begin_membership()
+
+    def _add_early(self) -> None:
+        """Adds the gradients that came before this process could use them."""
+        early, self._early = self._early, []
+        for kept in early:
+            if kept.number >= self._agreement.membership.back:
+                self._add(kept)

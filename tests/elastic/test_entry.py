@@ -1,0 +1,45 @@
+"""How processes find a job (:mod:`fullshard.elastic.entry`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fullshard.elastic.entry import store_once
+from fullshard.elastic.job import Job
+
+
+@pytest.fixture
+def founded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        monkeypatch.setenv(name, value)
+    return Job(1, 0, tmp_path)
+
+
+def test_the_first_value_of_a_key_stays() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    assert store_once(store, "key", "a") == "a"
+    assert store_once(store, "key", "b") == "a"
+
+
+def test_a_second_process_finds_the_job_in_its_directory(founded: Job, tmp_path: Path) -> None:
+    file = tmp_path / "0.json"
+    assert file.stat().st_mode & 0o777 == 0o600  # it has the key
+    assert set(json.loads(file.read_text())) == {"address", "key"}
+    with pytest.raises(ValueError, match="replicas is 2, but the running job has 1"):
+        Job(2, 0, tmp_path)
+    founded._newcomer = 0.0
+    second = Job(1, 0, tmp_path)
+    assert (second.rank, second.shard, second.is_joining) == (2, 0, True)
+    founded._connections.close()
+    second._connections.close()
+
+
+def test_files_of_a_job_that_has_ended_are_no_job(founded: Job, tmp_path: Path) -> None:
+    founded._connections.close()
+    third = Job(1, 0, tmp_path)
+    assert (third.rank, third.is_joining) == (0, False)
+    third._connections.close()

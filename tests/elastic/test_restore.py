@@ -1,0 +1,71 @@
+"""Jobs that lose all processes of a shard, and go back to copies (:mod:`fullshard.elastic.restore`)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from fullshard.elastic.restore import Restoring
+from tests.elastic.__main__ import complaints
+from tests.elastic.jobs import Job, Result, run
+
+
+def steps_of(result: Result, process: int) -> list[int]:
+    return [each["step"] for each in result.said[process] if "step" in each and "ended" not in each]
+
+
+def test_without_replicas_a_new_process_takes_the_lost_shard() -> None:
+    job = Job(2, 1, 8, {1: [(5, "backward 0", "SIGKILL")]}, copy_every=2, is_supervised=True)
+    result = run(job)
+    assert complaints(job, result) == []
+    assert result.statuses == [0, -9, 0]
+    assert steps_of(result, 0) == [*range(5), *range(4, 8)]
+    assert steps_of(result, 2) == [*range(4, 8)]
+    assert "no process is left that has shard 1 of 2. The job goes back to step 4, of which" in result.errors[0]
+    assert "start a new process with the same command" in result.errors[0]
+
+
+def test_members_that_have_the_same_shard_go_back_together() -> None:
+    faults = {1: [(3, "step", "SIGKILL")], 3: [(4, "forward 1", "SIGKILL")]}
+    job = Job(2, 2, 8, faults, copy_every=1, is_supervised=True)
+    result = run(job)
+    assert complaints(job, result) == []
+    assert [result.statuses[process] for process in range(4)] == [0, -9, 0, -9]
+    assert {*steps_of(result, 0)} == {*steps_of(result, 2)} == {*range(8)}
+
+
+def test_a_step_may_be_gone_back_to_twice() -> None:
+    faults = {1: [(3, "begin", "SIGKILL")], 0: [(4, "clip", "SIGKILL")]}
+    job = Job(2, 1, 8, faults, copy_every=3, is_supervised=True)
+    result = run(job)
+    assert complaints(job, result) == []
+    assert result.statuses == [-9, -9, 0, 0]
+    assert any(later <= step for step, later in pairwise(steps_of(result, 2)))
+
+
+def test_without_the_copy_of_a_lost_shard_processes_end_with_an_error_that_says_what_is_left() -> None:
+    faults = {1: [(4, "begin", "SIGKILL")], 2: [(4, "begin", "SIGKILL")]}
+    result = run(Job(3, 1, 6, faults, copy_every=2))
+    assert result.statuses == [3, -9, -9]
+    (error,) = result.lost()
+    assert "no process is left that has shard 1, 2 of 3: load the last checkpoint and start again" in error
+    assert "Left are processes [0], whose copies do not suffice to go on: process 0 has step 2 of shard 0" in error
+
+
+def test_a_process_that_has_made_all_steps_goes_back_unless_another_one_has_left_with_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        monkeypatch.setenv(name, value)
+    job = Restoring(1, 0, tmp_path)
+    agreement, membership = job._agreement, job._agreement.membership
+    assert not job._must_go_back()
+    agreement.goes_back, agreement.membership = True, membership._replace(rows=())
+    assert job._must_go_back()
+    job._leaving[1] = True
+    assert not job._must_go_back()
+    agreement.membership = membership  # others are about to repeat steps: what is here may be overwritten
+    assert job._must_go_back()
+    job._connections.close()
