@@ -45,8 +45,8 @@ def random_job(seed: int) -> Job:
     groups = chosen.choice(("blocks", "blocks", "whole", "wrapped", "wrapped"))
     hosts = chosen.choice(("a", "a", "ab", "aabb", "aab"))
     copy_every = chosen.choice((0, 0, 1, 2, 3)) if shards > 1 else 0
-    if copy_every:  # all processes of a shard end
-        replicas = chosen.choice((1, replicas))
+    if copy_every:  # all processes of a shard end, and new ones come for them
+        replicas, joins = chosen.choice((1, replicas)), []
         faults = {process: each for process, each in faults.items() if process < shards * replicas}
         shard, first = chosen.randrange(shards), chosen.randrange(steps)
         for process in range(shard, shards * replicas, shards):
