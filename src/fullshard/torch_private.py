@@ -445,13 +445,6 @@ def init_with_gloo(store: Any, rank: int, size: int, connecting: Any, kinds: Col
         backend._set_default_timeout(dist.default_pg_timeout)
 
 
-def launched() -> tuple[Any, int, int]:
-    """The store of the processes that a launcher started together, the rank of this one, and their number. Raises
-    ValueError if no launcher did."""
-    found: tuple[Any, int, int] = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
-    return found
-
-
 @contextmanager
 def simulated_world(size: int, rank: int) -> Iterator[None]:
     """A context in which this process is one rank of a simulated world of ``size`` ranks. Collectives move nothing. At

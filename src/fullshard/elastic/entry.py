@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from fullshard.elastic.agreement import Agreement, Membership
 from fullshard.elastic.connections import Connections, answers, ask, host_address
 from fullshard.elastic.founding import founders, key_of, take_number
@@ -24,7 +26,6 @@ from fullshard.elastic.messages import Welcome
 from fullshard.elastic.rows import arrange, shard_for
 from fullshard.platforms import host_id
 from fullshard.policies import expect
-from fullshard.torch_private import launched
 
 PATIENCE = 30.0  # seconds in which a change must be decided
 _SILENCE = 30.0  # seconds after which a process that says nothing is taken for lost, unless the user says
@@ -37,7 +38,7 @@ class ElasticError(RuntimeError):
     """The job cannot go on with the processes that are left. The message says what they lack."""
 
 
-class Entry:
+class Entering:
     """The base of a :class:`~fullshard.elastic.job.Job`: its connections, and its first membership."""
 
     def __init__(self, replicas: int, seed: int, directory: str | Path | None) -> None:
@@ -61,7 +62,7 @@ class Entry:
 
     def _found_by_launcher(self) -> None:
         """Begins a job with all processes of the launcher."""
-        store, rank, size = launched()
+        store, rank, size = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
         key = store_once(store, f"{_MEETING}/key", os.urandom(16).hex())
         self._begin_alone(rank, size)
         self._connections = self._open(bytes.fromhex(key), host_address(os.environ["MASTER_ADDR"]))
@@ -151,7 +152,7 @@ class Entry:
             in_rows = {process for row in agreement.membership.rows for process in row}
             members.sort(key=lambda process: (shard_of[process] != shard, process in in_rows))
             known = {**self._connections.addresses, self.rank: self._connections.address}
-            addresses = {process: known[process] for process in members}
+            addresses = {each: known[each] for each in known if each not in agreement.lost}  # also of other new ones
             mine = self._last_number, shard, self.size, self.replicas, self.seed
             return Welcome(*mine, addresses, tuple(members))
 

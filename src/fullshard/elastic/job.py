@@ -25,7 +25,7 @@ from fullshard.device import is_host
 from fullshard.elastic.agreement import KINDS, Stage
 from fullshard.elastic.connections import HANGS
 from fullshard.elastic.copies import Copy
-from fullshard.elastic.entry import PATIENCE, ElasticError, Entry
+from fullshard.elastic.entry import PATIENCE, ElasticError, Entering
 from fullshard.elastic.gradients import Kept, KeptGradients, Replica
 from fullshard.elastic.messages import (
     Candidate,
@@ -52,7 +52,7 @@ class RepeatStep(Exception):
     """The step begins again, perhaps from another state."""
 
 
-class Job(Entry):
+class Job(Entering):
     """The base of :class:`~fullshard.elastic.session.Elastic`: everything but what is trained."""
 
     _model: nn.Module
