@@ -29,9 +29,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Elastic]:
     elastic.close()
 
 
-def test_any_process_may_end_and_the_rest_form_a_row() -> None:
-    """One process of each row ends, in a backward and before the optimizer, and the other two go on together."""
-    job = Job(faults={0: [(1, "backward 0", "SIGKILL")], 3: [(3, "step", "SIGKILL")]})
+@pytest.mark.parametrize(("groups", "place"), [("blocks", "backward 0"), ("wrapped", "inside 0")])
+def test_any_process_may_end_and_the_rest_form_a_row(groups: str, place: str) -> None:
+    """One process of each row ends, in a pass and before the optimizer, and the other two go on together: of these one
+    has had an error in its pass, and the other has not."""
+    job = Job(faults={0: [(1, place, "SIGKILL")], 3: [(3, "step", "SIGKILL")]}, groups=groups)
     result = run(job)
     assert complaints(job, result) == []
     assert result.statuses == [-9, 0, 0, -9]

@@ -75,6 +75,22 @@ def test_a_forward_that_failed_is_forgotten_by_the_next_one(world: World) -> Non
     assert not unit.failed
 
 
+@ranks(2)
+def test_a_step_that_was_reset_after_an_error_is_not_reset_again(world: World) -> None:
+    """Ranks that have had no error, and run the next forward together with this one, reset nothing."""
+    model, _, unit = wrapped()
+    model(torch.ones(1, 4)).sum().backward()
+    assert unit.schedule is not None
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(unit.schedule, "end_forward", lambda _: 1 / 0)
+        model(torch.ones(1, 4))
+    assert unit.failed
+    unit.schedule.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(unit.schedule), "reset", lambda _: pytest.fail("it was reset again"))
+        model(torch.ones(1, 4))
+
+
 def test_a_module_keeps_its_precision_in_a_model_of_low_precision() -> None:
     inner = nn.LayerNorm(4)
     keep_precision(inner)

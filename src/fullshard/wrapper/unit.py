@@ -77,8 +77,10 @@ class WrappedUnit(Unit):
         outermost = [unit for unit in began if isinstance(unit, WrappedUnit)]
         if outermost and (now.has_backward or any(unit.failed for unit in outermost)):
             schedule.reset()
-            for unit in outermost:
-                unit.failed = False
+
+    def reset(self) -> None:
+        super().reset()
+        self.failed = False
 
     def reduce_by(self, hook: Callable[..., Any]) -> None:
         """Reduce gradients by a hook from now on, with the interface of ``torch.distributed.algorithms``."""
