@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import data
-from fullshard import fully_shard
+from fullshard import checkpoint, fully_shard
 from fullshard.elastic import Elastic, MicroBatch
 from model import GPT, MODELS, loss_of
 
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--micro-batches", type=int, default=2, help="of each logical rank in a step")
     parser.add_argument("--directory", type=Path, default=Path("runs/elastic"), help="where a new process finds others")
+    parser.add_argument("--save-every", type=int, help="steps; a job that begins goes on from the last checkpoint")
     parser.add_argument("--processes", type=int, default=4, help="that begin the job")
     options = parser.parse_args()
 
@@ -58,7 +59,17 @@ def main() -> None:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after sharding
-    elastic.begin(model, optimizer, micro_batches=options.micro_batches)
+    saved, state = options.directory / "checkpoints", {"elastic": elastic}
+
+    def load() -> None:
+        checkpoint.load(saved, model, optimizer, state=state)
+
+    def save() -> None:
+        checkpoint.save(saved, model, optimizer, step=elastic.step, keep_last=2, state=state)
+
+    elastic.begin(
+        model, optimizer, micro_batches=options.micro_batches, load=load if options.save_every is not None else None
+    )
 
     for step in elastic.steps(options.steps):
         losses: dict[int, float] = {}  # by the logical rank; empty on a process that stands by
@@ -72,6 +83,8 @@ def main() -> None:
             optimizer.step()
             of = "  ".join(f"{rank}: {loss:.4f}" for rank, loss in losses.items())
             print(f"process {elastic.rank}, step {step.number + 1}, losses of logical ranks  {of}", flush=True)
+        if options.save_every is not None and elastic.step % options.save_every == 0:
+            elastic.save(save)
     print(f"process {elastic.rank}, step {elastic.step}, shard {elastic.shard} has the digest {digest_of(model)}")
     elastic.close()
 

@@ -50,6 +50,7 @@ class Job:
     grace: float = 30.0
     copy_every: int = 0
     is_supervised: bool = False
+    saved: str = ""
 
 
 @dataclass
@@ -131,7 +132,7 @@ def _start(job: Job, directory: str, port: int, rank: int) -> ForkServerProcess:
     plan = {"steps": job.steps, "replicas": job.replicas, "directory": f"{directory}/members", "pause": job.pause}
     plan |= {"faults": job.faults.get(rank, ()), "micro_batches": job.micro_batches, "groups": job.groups}
     plan |= {"host": job.hosts[rank % len(job.hosts)], "every": job.every, "quorum": job.quorum, "grace": job.grace}
-    plan |= {"copy_every": job.copy_every}
+    plan |= {"copy_every": job.copy_every, "saved": job.saved}
     env = {"RANK": str(rank), "WORLD_SIZE": str(job.shards * job.replicas), "FULLSHARD_TRANSPORT": job.transport}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FULLSHARD_HANG_TIMEOUT": str(job.silence)}
     process = _context.Process(target=_run_process, args=(plan, env, f"{directory}/{rank}"))

@@ -2,10 +2,10 @@
 
 Its one argument is JSON: ``steps``, ``replicas``, ``directory``, ``pause`` (seconds between steps), ``micro_batches``,
 ``groups`` (which modules are a group of their own, or ``wrapped``), ``host`` (a pretended one), ``copy_every``,
-``every``, ``quorum`` and ``grace`` (of rounds, if ``every`` is not 0) and ``faults``: triples of a step, a place and
-what happens there, a signal or the seconds that the process sleeps. At the place ``time`` it happens in another thread,
-so many milliseconds after the process has begun to train as the first number says. Prints a line of JSON for each
-micro-batch, each step, each fault and the end.
+``saved`` (where a checkpoint is saved after each second step), ``every``, ``quorum`` and ``grace`` (of rounds, if
+``every`` is not 0) and ``faults``: triples of a step, a place and what happens there, a signal or the seconds that the
+process sleeps. At the place ``time`` it happens in another thread, so many milliseconds after the process has begun to
+train as the first number says. Prints a line of JSON for each micro-batch, each step, each fault and the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import FullyShardedDataParallel, fully_shard, platforms
+from fullshard import FullyShardedDataParallel, checkpoint, fully_shard, platforms
 from fullshard.elastic import Elastic, ElasticError, LocalRounds
 from fullshard.figures import listen
 from fullshard.group.parameter import local_tensor
@@ -103,7 +103,7 @@ def train(plan: Mapping[str, Any]) -> None:
         for block in model.blocks if plan["groups"] == "blocks" else ():
             fully_shard(block)
         fully_shard(model)
-    micro_batches = plan["micro_batches"]
+    micro_batches, saved = plan["micro_batches"], plan.get("saved") or None
     params = [each for each in model.parameters() if each.requires_grad]
     inner = optimizer = torch.optim.AdamW(params, lr=1e-2)
     local = None
@@ -112,8 +112,16 @@ def train(plan: Mapping[str, Any]) -> None:
         local = LocalRounds(inner, every=every, quorum=plan["quorum"], grace=plan["grace"])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     try:
-        more, copy_every = {"scheduler": scheduler}, plan.get("copy_every", 0)
-        elastic.begin(model, optimizer, micro_batches=micro_batches, state=more, local=local, copy_every=copy_every)
+        stored = {"elastic": elastic, "scheduler": scheduler}
+
+        def load() -> None:
+            checkpoint.load(saved, model, optimizer, state=stored)
+
+        def save() -> None:
+            checkpoint.save(saved, model, optimizer, step=elastic.step, state=stored)
+
+        more = {"load": load if saved else None, "copy_every": plan.get("copy_every", 0), "local": local}
+        elastic.begin(model, optimizer, micro_batches=micro_batches, state={"scheduler": scheduler}, **more)
         listen(schedule_of(model, "train"), lambda figures: tell(figures=figures))
         begin_timers()
         for step in elastic.steps(plan["steps"]):
@@ -142,10 +150,14 @@ def train(plan: Mapping[str, Any]) -> None:
                 at(step.number, "end")
             if elastic.step > step.number:  # it is not repeated
                 tell(step=step.number)
+                if saved and elastic.step % 2 == 0:
+                    at(step.number, "save")
+                    elastic.save(save)
     except ElasticError as error:
         tell(error=str(error))
         os._exit(3)
-    state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
+    states = [optimizer.state.get(param, {}) for param in params]  # a loaded one has another order
+    state = [each[name] for each in states for name in sorted(each) if isinstance(each[name], torch.Tensor)]
     tensors = [getattr(each, "_local_tensor", each) for each in (*model.parameters(), *model.buffers(), *state)]
     data = b"".join(each.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in tensors)
     digest = hashlib.sha256(data + str(scheduler.state_dict()["_last_lr"]).encode()).hexdigest()[:16]

@@ -46,6 +46,11 @@ def test_processes_found_a_job_and_one_too_many_joins_it(tmp_path: Path) -> None
     assert {json.loads(file.read_text())["key"] for file in tmp_path.glob("[0-9].json")} == {key_of(tmp_path).hex()}
     for job in [*made, third]:
         job._connections.close()
+    with ThreadPoolExecutor(2) as pool:  # the files are left, and nobody answers
+        again = [*pool.map(lambda _: Job(2, 0, tmp_path, 2), range(2))]
+    assert sorted(job.rank for job in again) == [0, 1]
+    for job in again:
+        job._connections.close()
 
 
 def test_a_directory_is_needed() -> None:

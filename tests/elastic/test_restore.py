@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.elastic.restore import Restoring
-from tests.elastic.__main__ import complaints
+from tests.elastic.__main__ import complaints, undisturbed
 from tests.elastic.jobs import Job, Result, run
 
 
@@ -69,3 +69,16 @@ def test_a_process_that_has_made_all_steps_goes_back_unless_another_one_has_left
     agreement.membership = membership  # others are about to repeat steps: what is here may be overwritten
     assert job._must_go_back()
     job._connections.close()
+
+
+def test_a_job_goes_on_from_a_checkpoint_though_a_process_ended_while_it_was_saved(tmp_path: Path) -> None:
+    """Process 1 ends when its row saves step 2. The other row saves step 4, and a new job goes on from there."""
+    saved = str(tmp_path)
+    first = run(Job(steps=5, faults={1: [(1, "save", "SIGKILL")]}, saved=saved))
+    assert first.statuses == [0, -9, 0, 0]
+    assert "step 2 was not saved, because a process of its row has ended" in first.errors[0]
+    assert [each.name for each in tmp_path.glob("step-*")] == ["step-00000004"]
+    second = run(Job(steps=6, saved=saved))
+    assert second.digests(6) == undisturbed(2, 2, 6).digests(6)
+    assert {each["step"] for one in second.said for each in one if "step" in each} == {4, 5, 6}
+    assert sorted(each.name for each in tmp_path.glob("step-*")) == ["step-00000004", "step-00000006"]

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +74,14 @@ class Entering:
         self._begin_alone(-1, processes)
         connections = self._connections = self._open(key, host_address())
         mine = [host_id(), [*connections.address]]
-        is_there = partial(answers, key=key, patience=_ANSWER)
-        while (number := take_number(directory, processes, mine, lambda said: is_there(said[1]))) is None or (
-            found := founders(directory, processes)
-        ) is None:
+
+        def is_there(said: Any) -> bool:
+            return said == mine or answers(said[1], key, _ANSWER)
+
+        while True:
+            number, found = take_number(directory, processes, mine, is_there), founders(directory, processes)
+            if number is not None and found is not None and all(map(is_there, found)):
+                break
             if number is None and (welcome := self._find_job()) is not None:
                 connections.close()
                 self._join(*welcome)

@@ -29,7 +29,7 @@ from fullshard.elastic.agreement import KINDS, Stage
 from fullshard.elastic.gradients import Kept, KeptGradients, Replica
 from fullshard.elastic.job import RepeatStep
 from fullshard.elastic.messages import Has, RunMore, RunOrder
-from fullshard.elastic.restore import Restoring
+from fullshard.elastic.restore import ROUNDS, Restoring
 from fullshard.elastic.rows import Row
 from fullshard.elastic.state import load_state_of, state_of
 from fullshard.group.parameter import local_tensor
@@ -165,7 +165,7 @@ class LocalJob(Restoring):
             return {}
         expect(local.quorum <= self.replicas, "quorum", local.quorum, f"at most {self.replicas}", ValueError)
         expect(local.optimizer is not outer, "the inner optimizer", outer, "another one than the outer", ValueError)
-        return {"fullshard.rounds": local}
+        return {ROUNDS: local}
 
     def _make_kept(self, params: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor]) -> KeptGradients:
         return KeptGradients(params, buffers) if self._local is None else KeptChanges(params, buffers, self.rank)
@@ -271,6 +271,11 @@ class LocalJob(Restoring):
             if self._is_in_other_row(row):
                 raise RepeatStep
             return self._more.pop(key)
+
+    def _leave_row(self) -> None:
+        super()._leave_row()
+        with self._changed:
+            self._more.clear()
 
     def _serve_newcomers(self) -> None:
         if self._local is not None and self._fetching and self._kept is not None:

@@ -1,23 +1,36 @@
 """How a model goes on over another process group: that of the row in which its process is now.
 
-Owns what a group of parameters must be for that, how processes of a row find each other, and what the engine uses of a
-process group.
+Owns what a group of parameters must be for that, how processes of a row find each other, what the engine uses of a
+process group, and what becomes of one that lost a process.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
+from fullshard.comm.backends import comes_from_backend
 from fullshard.comm.hosts import HostsTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.select import select_transport
+from fullshard.comm.waits import PeerFailureError
+from fullshard.elastic.entry import PATIENCE
+from fullshard.elastic.job import Job, RepeatStep
+from fullshard.elastic.messages import RowValue
+from fullshard.elastic.rows import Row
 from fullshard.group.param_group import ParamGroup
 from fullshard.schedule.schedule import Schedule
+from fullshard.torch_private import init_with_gloo
+from fullshard.watch.connections import connected_sockets
 from fullshard.wire_policy import EXACT
+
+_CONNECTING = timedelta(seconds=10)  # in which processes of a row connect, once each has its address
 
 
 class RowStore(dist.Store):  # type: ignore[name-defined]
@@ -69,3 +82,77 @@ def use_process_group(schedule: Schedule, process_group: Any, step: int, is_firs
         group.use_transport(transport)
     schedule.begin_over(process_group, step)
     schedule.checks = checks
+
+
+class Regrouping(Job):
+    """A job whose processes change their rows."""
+
+    def follow_membership(self) -> None:
+        """Makes the process group of the row that this process is in now, if that has changed."""
+        while (row := self._find_row()) != self._row:
+            self._leave_row()
+            if self._agreement.goes_back:  # processes of a row connect only once
+                raise RepeatStep
+            with suppress(RuntimeError):  # a process of the row has ended meanwhile: the next membership says so
+                if row:
+                    self._enter_row(row)
+                    self._row = row
+                self._times["joined"] = time.monotonic()
+                return
+            with self._changed:
+                self.wait_for(partial(self._is_in_other_row, row), "a membership without a lost process")
+
+    def _leave_row(self) -> None:
+        self._row = ()
+        with self._changed:
+            self._orders.clear()
+            self._ordered.clear()
+        if dist.is_initialized():
+            if self._schedule is not None:
+                self._schedule.reset()
+            with suppress(Exception):
+                dist.destroy_process_group()
+
+    def _enter_row(self, row: Row) -> None:
+        before = {ends for _, ends in connected_sockets()}
+        store = RowStore(partial(self._set_value, row), partial(self._get_value, row))
+        assert self._schedule is not None
+        kinds = {group.device.type for group in self._schedule.groups}
+        init_with_gloo(store, self.shard, self.shards, _CONNECTING, kinds)
+        self._row_connections = {ends for _, ends in connected_sockets()} - before
+        use_process_group(self._schedule, dist.group.WORLD, self.step, is_first=self._number == 0)
+
+    def _set_value(self, row: Row, key: str, value: bytes) -> None:
+        with self._changed:
+            self._row_values[row, key] = value
+            for process in row:
+                self._connections.send(process, RowValue(row, key, value))
+
+    def _get_value(self, row: Row, key: str) -> bytes:
+        """Waits for a value, as long as the row is one. Raises RuntimeError after that."""
+        values = self._row_values
+        with self._changed:
+            self.wait_for(lambda: (row, key) in values or self._find_row() != row or self._gone() & {*row}, "its row")
+            if (row, key) not in values:
+                raise RuntimeError(f"a process of row {row} has ended")
+            return values[row, key]
+
+    def survives(self, error: BaseException, has_stepped: bool) -> bool:
+        """Whether an error in a step is that of a lost process, without which the job goes on."""
+        if isinstance(error, RepeatStep):
+            return True
+        is_loss = isinstance(error, PeerFailureError) or (isinstance(error, RuntimeError) and comes_from_backend(error))
+        if not is_loss or has_stepped:
+            return False
+        row, deadline = self._row, time.monotonic() + PATIENCE
+
+        def is_known() -> bool:  # while a change is under way, wait_for() says what it lacks
+            late = time.monotonic() > deadline and not self._agreement.is_frozen
+            return self._is_in_other_row(row) or late
+
+        with self._changed:
+            self.wait_for(is_known, "news of a lost process")
+        if not self._is_in_other_row(row):
+            return False
+        self._leave_row()
+        return True

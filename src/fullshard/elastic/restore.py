@@ -1,4 +1,4 @@
-"""How a process comes to a state of its shard: from a member when it is new, or from its own copy.
+"""How a process comes to a state of its shard: from a member when it is new, from its own copy, or from a checkpoint.
 
 Owns what happens to the model and the optimizer between steps. :mod:`fullshard.elastic.copies` says who holds copies,
 :mod:`fullshard.elastic.agreement` when the members go back to them.
@@ -6,16 +6,86 @@ Owns what happens to the model and the optimizer between steps. :mod:`fullshard.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
 from fullshard.elastic.copies import Copy, holder_of, outdated
 from fullshard.elastic.entry import ElasticError
-from fullshard.elastic.job import Job
 from fullshard.elastic.messages import Fetch, ShardState
+from fullshard.elastic.regroup import Regrouping
 from fullshard.elastic.state import load_state, pack_state
 from fullshard.platforms import host_id
 
+_log = logging.getLogger("fullshard")
+ROUNDS = "local_rounds"  # the name of their state
+_NEWS = 2.0  # seconds in which the end of a process is known after an error
 
-class Restoring(Job):
-    """A job whose states of shards are copied and loaded."""
+
+class Restoring(Regrouping):
+    """A job whose states of shards are copied, saved and loaded."""
+
+    def save(self, save: Callable[[], Any]) -> bool:
+        """Lets the processes of one row save a checkpoint between two steps, while the others go on::
+
+            state = {"elastic": elastic, "scheduler": scheduler}
+            elastic.save(lambda: checkpoint.save(directory, model, optimizer, step=elastic.step, state=state))
+
+        If one of these processes ends meanwhile, nothing is saved, a warning says so, and training goes on.
+
+        Args:
+            save: is called on these processes, whose default process group it may use. It must wait until all is saved.
+
+        Returns:
+            whether this process has saved.
+
+        Raises:
+            Exception: what ``save`` raises, unless a process of the row has ended.
+
+        Ranks: all, after the same steps.
+        """
+        key, row = f"save {self.step} {self._counted}", self._row
+        try:
+            if row and row[0] == self.rank:
+                self._set_value(row, key, b"yes" if self._agreement.membership.rows[:1] == (row,) else b"")
+            if row and self._get_value(row, key):
+                save()
+                return True
+        except RuntimeError as error:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_in_other_row(row) or self._gone() & {*row}, _NEWS)
+                if not (self._is_in_other_row(row) or self._gone() & {*row}):
+                    raise
+            _log.warning(f"step {self.step} was not saved, because a process of its row has ended: {error}")
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the model and the optimizer: the step, and of each shard the buffers (data
+        differ, and so do statistics of them) and the state of an inner optimizer."""
+        rounds = {name: each.state_dict() for name, each in self._state.items() if name == ROUNDS}
+        return {"step": self.step, "buffers": [*self._model.buffers()], "rounds": rounds}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads what :meth:`state_dict` returned, in ``load`` of :meth:`begin`."""
+        for buffer, values in zip(self._model.buffers(), state["buffers"], strict=True):
+            buffer.copy_(values)
+        for name, each in state["rounds"].items():
+            self._state[name].load_state_dict(each)
+        with self._changed:
+            self.step = state["step"]
+            self._agreement.follow(self.step)
+
+    def _load_with_row(self, load: Callable[[], Any]) -> None:
+        """Lets the processes of this row load a checkpoint."""
+        self.follow_membership()
+        if not self._row:
+            raise ElasticError(f"a process has ended before process {self.rank} could load a checkpoint: start again")
+        load()
+        assert self._kept is not None
+        self._kept.note_start()
 
     def _fetch(self) -> None:
         """Gets the state of this process's shard from a member that has it, or a copy if there is none."""

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import random
 import signal
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -26,24 +23,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.comm.backends import comes_from_backend
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.select import simulated_transport
-from fullshard.comm.waits import PeerFailureError
-from fullshard.elastic.entry import PATIENCE
 from fullshard.elastic.gradients import Replica
 from fullshard.elastic.job import RepeatStep
 from fullshard.elastic.local import LocalJob, LocalRounds
-from fullshard.elastic.messages import Followed, Leaving, RowValue, RunOrder, Square
-from fullshard.elastic.regroup import RowStore, problem_of, use_process_group
-from fullshard.elastic.rows import Row, replicas_of
+from fullshard.elastic.messages import Followed, Leaving, RunOrder, Square
+from fullshard.elastic.regroup import problem_of
+from fullshard.elastic.rows import replicas_of
 from fullshard.group.parameter import local_tensor
 from fullshard.policies import expect
 from fullshard.schedule.unit import schedule_of
-from fullshard.torch_private import init_fake_group, init_with_gloo
-from fullshard.watch.connections import connected_sockets
-
-_CONNECTING = timedelta(seconds=10)  # in which processes of a row connect, once each has its address
+from fullshard.torch_private import init_fake_group
 
 
 class MicroBatch(NamedTuple):
@@ -137,6 +128,7 @@ class Elastic(LocalJob):
         state: Mapping[str, Any] | None = None,
         local: LocalRounds | None = None,
         copy_every: int = 0,
+        load: Callable[[], Any] | None = None,
     ) -> None:
         """Names what is trained. A process that joins gets its state here.
 
@@ -151,6 +143,9 @@ class Elastic(LocalJob):
             copy_every: after so many steps each process copies the state of its shard, and sends the copy to a process
                 that has a different shard, if possible on a different host. If all processes of a shard end, the job
                 goes back to the last copies, and waits for a new process. 0: a lost shard ends the job.
+            load: loads a checkpoint, if there is one, together with the other processes of a row, whose default process
+                group it may use. With this object in ``state`` of :func:`fullshard.checkpoint.load`, as in
+                :meth:`save`, training goes on from its step. It is not called on a process that joins.
 
         Raises:
             ValueError: ``micro_batches`` is less than 1, ``copy_every`` is negative, ``model`` is not a sharded root or
@@ -182,6 +177,8 @@ class Elastic(LocalJob):
         self._until_begin.close()
         if self.is_joining:
             self._fetch()
+        elif load is not None:
+            self._load_with_row(load)
         optimizer.register_step_post_hook(self._note_step)
 
     def steps(self, number: int) -> Iterator[ElasticStep]:
@@ -239,58 +236,6 @@ class Elastic(LocalJob):
         self._until_begin.close()  # if nothing began
         self._until_close.close()
         self._leave_row()
-
-    # -- rows ----------------------------------------------------------------------------------------------------------
-
-    def follow_membership(self) -> None:
-        """Makes the process group of the row that this process is in now, if that has changed."""
-        while (row := self._find_row()) != self._row:
-            self._leave_row()
-            if self._agreement.goes_back:  # processes of a row connect only once
-                raise RepeatStep
-            with suppress(RuntimeError):  # a process of the row has ended meanwhile: the next membership says so
-                if row:
-                    self._enter_row(row)
-                    self._row = row
-                self._times["joined"] = time.monotonic()
-                return
-            with self._changed:
-                self.wait_for(partial(self._is_in_other_row, row), "a membership without a lost process")
-
-    def _leave_row(self) -> None:
-        self._row = ()
-        with self._changed:
-            for each in (self._orders, self._ordered, self._more):
-                each.clear()
-        if dist.is_initialized():
-            if self._schedule is not None:
-                self._schedule.reset()
-            with suppress(Exception):
-                dist.destroy_process_group()
-
-    def _enter_row(self, row: Row) -> None:
-        before = {ends for _, ends in connected_sockets()}
-        store = RowStore(partial(self._set_value, row), partial(self._get_value, row))
-        assert self._schedule is not None
-        kinds = {group.device.type for group in self._schedule.groups}
-        init_with_gloo(store, self.shard, self.shards, _CONNECTING, kinds)
-        self._row_connections = {ends for _, ends in connected_sockets()} - before
-        use_process_group(self._schedule, dist.group.WORLD, self.step, is_first=self._number == 0)
-
-    def _set_value(self, row: Row, key: str, value: bytes) -> None:
-        with self._changed:
-            self._row_values[row, key] = value
-            for process in row:
-                self._connections.send(process, RowValue(row, key, value))
-
-    def _get_value(self, row: Row, key: str) -> bytes:
-        """Waits for a value, as long as the row is one. Raises RuntimeError after that."""
-        values = self._row_values
-        with self._changed:
-            self.wait_for(lambda: (row, key) in values or self._find_row() != row or self._gone() & {*row}, "its row")
-            if (row, key) not in values:
-                raise RuntimeError(f"a process of row {row} has ended")
-            return values[row, key]
 
     # -- what to run ---------------------------------------------------------------------------------------------------
 
@@ -409,26 +354,6 @@ class Elastic(LocalJob):
         else:
             kept.show_mean(step, self._taking_part(step) or ())
         self._mean = kept.pack_mean() if self._followers else None
-
-    def survives(self, error: BaseException, has_stepped: bool) -> bool:
-        """Whether an error in a step is that of a lost process, without which the job goes on."""
-        if isinstance(error, RepeatStep):
-            return True
-        is_loss = isinstance(error, PeerFailureError) or (isinstance(error, RuntimeError) and comes_from_backend(error))
-        if not is_loss or has_stepped:
-            return False
-        row, deadline = self._row, time.monotonic() + PATIENCE
-
-        def is_known() -> bool:  # while a change is under way, wait_for() says what it lacks
-            late = time.monotonic() > deadline and not self._agreement.is_frozen
-            return self._is_in_other_row(row) or late
-
-        with self._changed:
-            self.wait_for(is_known, "news of a lost process")
-        if not self._is_in_other_row(row):
-            return False
-        self._leave_row()
-        return True
 
 
 class ElasticStep:
