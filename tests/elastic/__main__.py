@@ -56,6 +56,15 @@ def random_job(seed: int) -> Job:
     job.copy_every, job.is_supervised = copy_every, copy_every > 0
     if chosen.random() < 0.3:
         job.every, job.grace = chosen.choice((1, 2, 3)), chosen.choice((0.0, 0.05, 0.5, 30.0))
+    if chosen.random() < 0.1:
+        job.device, job.transport = chosen.choice(("late", "checked")), "collective"
+    job.has_launcher = chosen.random() >= 0.2
+    if job.every and replicas > 1 and chosen.random() < 0.4:  # a job waits for the processes that it lacks
+        for each in faults.values():
+            each[:] = [
+                (step, place, what.replace("TERM", "KILL").replace("STOP", "KILL")) for step, place, what in each
+            ]
+        job.quorum, job.joins, job.is_supervised = 2, [], True
     return job
 
 
@@ -88,12 +97,14 @@ def complaints(job: Job, result: Result) -> list[str]:
     if gave_up and any(each["step"] == job.steps for each in result.ends()):
         found.append(f"some processes ended, others gave up: {gave_up}")
     hit = [any("fault" in each and each["fault"][2].startswith("SIG") for each in one) for one in result.said[:size]]
+    shards = result.shards()[:size]
+    hit_of = {shard: [each for of, each in zip(shards, hit, strict=True) if of == shard] for shard in shards}
     is_left = not all(hit)
     stops = any(fault[2] == "SIGSTOP" for each in job.faults.values() for fault in each)
-    if gave_up and not stops and not any(all(hit[shard :: job.shards]) for shard in range(job.shards)):
+    if gave_up and not stops and not any(map(all, hit_of.values())):
         found.append(f"no shard was lost, but some gave up: {gave_up}")
     kills = [fault for each in job.faults.values() for fault in each if fault[2] != "sleep"]
-    hit_shards = {rank % job.shards for rank, each in job.faults.items() if any(fault in kills for fault in each)}
+    hit_shards = {shards[index] for index, each in job.faults.items() if any(fault in kills for fault in each)}
     has_copies = job.copy_every and all(step > 1 and place != "time" for step, place, _ in kills)
     if gave_up and has_copies and len(hit_shards) == 1 and not stops:
         found.append(f"one shard was lost, and there are copies, but some gave up: {gave_up}")

@@ -28,10 +28,11 @@ _context.set_forkserver_preload(["tests.elastic.jobs", "torch._dynamo", "pytest"
 class Job:
     """What is to happen in a job.
 
-    ``faults`` are those of each process, by its rank. ``joins`` are the numbers of steps after which one more process
-    is started; if the job ``is_supervised``, another one is for each that is killed. ``hosts`` has a letter for the
-    pretended host of each process, by its rank modulo the letters. Steps are rounds of ``every`` inner steps, unless
-    that is 0.
+    ``faults`` are those of each process, by its index in the order of their start: its rank too, if the job
+    ``has_launcher``. Otherwise processes find each other in the directory. ``joins`` are the numbers of steps after
+    which one more process is started; if the job ``is_supervised``, another one is for each that is killed. ``hosts``
+    has a letter for the pretended host of each process, by its index modulo the letters. Steps are rounds of ``every``
+    inner steps, unless that is 0. ``device`` is a simulated one.
     """
 
     shards: int = 2
@@ -51,6 +52,8 @@ class Job:
     copy_every: int = 0
     is_supervised: bool = False
     saved: str = ""
+    device: str = ""
+    has_launcher: bool = True
 
 
 @dataclass
@@ -80,6 +83,10 @@ class Result:
         kills = [each["time"] for one in self.said for each in one if "fault" in each and each["fault"][2] == "SIGKILL"]
         ends = sorted(each["time"] for one in self.said for each in one if "step" in each and "ended" not in each)
         return [min(later) - kill for kill in kills if (later := [end for end in ends if end > kill])]
+
+    def shards(self) -> list[int]:
+        """The shard of each process; -1 if it has none yet."""
+        return [next((each["shard"] for each in one if "begun" in each), -1) for one in self.said]
 
     def lost(self, most: int | None = None) -> list[str]:
         """The errors with which processes gave up, of the first ``most``."""
@@ -132,9 +139,13 @@ def _start(job: Job, directory: str, port: int, rank: int) -> ForkServerProcess:
     plan = {"steps": job.steps, "replicas": job.replicas, "directory": f"{directory}/members", "pause": job.pause}
     plan |= {"faults": job.faults.get(rank, ()), "micro_batches": job.micro_batches, "groups": job.groups}
     plan |= {"host": job.hosts[rank % len(job.hosts)], "every": job.every, "quorum": job.quorum, "grace": job.grace}
-    plan |= {"copy_every": job.copy_every, "saved": job.saved}
-    env = {"RANK": str(rank), "WORLD_SIZE": str(job.shards * job.replicas), "FULLSHARD_TRANSPORT": job.transport}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FULLSHARD_HANG_TIMEOUT": str(job.silence)}
+    plan |= {"copy_every": job.copy_every, "saved": job.saved, "device": job.device}
+    size, env = job.shards * job.replicas, {"FULLSHARD_TRANSPORT": job.transport}
+    if job.has_launcher:
+        env |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    else:
+        plan["processes"] = size
+    env["FULLSHARD_HANG_TIMEOUT"] = str(job.silence)
     process = _context.Process(target=_run_process, args=(plan, env, f"{directory}/{rank}"))
     process.start()
     return process

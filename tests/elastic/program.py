@@ -3,9 +3,10 @@
 Its one argument is JSON: ``steps``, ``replicas``, ``directory``, ``pause`` (seconds between steps), ``micro_batches``,
 ``groups`` (which modules are a group of their own, or ``wrapped``), ``host`` (a pretended one), ``copy_every``,
 ``saved`` (where a checkpoint is saved after each second step), ``every``, ``quorum`` and ``grace`` (of rounds, if
-``every`` is not 0) and ``faults``: triples of a step, a place and what happens there, a signal or the seconds that the
-process sleeps. At the place ``time`` it happens in another thread, so many milliseconds after the process has begun to
-train as the first number says. Prints a line of JSON for each micro-batch, each step, each fault and the end.
+``every`` is not 0), ``processes`` (that find each other in the directory, or none), ``device`` (a simulated one, or
+none) and ``faults``: triples of a step, a place and what happens there, a signal or the seconds that the process
+sleeps. At the place ``time`` it happens in another thread, so many milliseconds after the process has begun to train as
+the first number says. Prints a line of JSON for the beginning, each micro-batch, each step, each fault and the end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +31,7 @@ from fullshard.elastic import Elastic, ElasticError, LocalRounds
 from fullshard.figures import listen
 from fullshard.group.parameter import local_tensor
 from fullshard.schedule.unit import schedule_of
+from tests.simulated import simulated
 
 torch.set_num_threads(1)
 
@@ -64,6 +67,11 @@ def tell(**said: Any) -> None:
 
 
 def train(plan: Mapping[str, Any]) -> None:
+    with simulated(device) if (device := plan.get("device")) else nullcontext():
+        _train(plan)
+
+
+def _train(plan: Mapping[str, Any]) -> None:
     faults = [tuple(each) for each in plan["faults"]]
     running = [0, 0]  # the step and the number of the micro-batch
 
@@ -92,7 +100,8 @@ def train(plan: Mapping[str, Any]) -> None:
         at(step, f"backward {number}")
 
     platforms.pretended_host = plan["host"]
-    elastic = Elastic(replicas=plan["replicas"], directory=plan["directory"])
+    elastic = Elastic(replicas=plan["replicas"], directory=plan["directory"], processes=plan.get("processes"))
+    tell(begun=elastic.rank, shard=elastic.shard)
     torch.manual_seed(0)
     model: nn.Module = Model()
     model.blocks[1].register_forward_pre_hook(inside)
