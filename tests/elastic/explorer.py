@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from fullshard.elastic.agreement import Agreement, Membership, Stage
+from fullshard.elastic.agreement import Agreement, Decided, Membership, Stage
 from fullshard.elastic.copies import Copy, holder_of, outdated
 from fullshard.elastic.rows import arrange, missing_shards
 
@@ -333,14 +333,16 @@ class Explorer:
         for place, (name, *values) in enumerate(notes):
             if name == "membership" and notes[place + 1] == ("state", Stage.RUNNING):
                 (value,) = values
-                if value.number < len(installed):
-                    demand(value == installed[value.number], "memberships with the same number are equal")
+                if value in installed:
                     continue
+                is_forgotten = not self._knows(new, installed[value.number :])
+                demand(is_forgotten, "memberships with the same number are equal, unless none that knows of one is left")
+                installed = installed[: value.number]
                 demand(value.number == len(installed), "memberships follow one another")
                 if value.back == value.number:
                     counted, computed = value.step, value.step - 1
                 demand(value.step >= counted, "no step that counted is repeated")
-                self._check_states(world, value, demand)
+                self._check_states(world._replace(installed=installed), value, demand)
                 self._check_rows(value, demand)
                 old, members = installed[-1].shard_of.keys(), value.shard_of.keys()
                 enough = 2 * len(old & members) > len(old) or old - members <= world.dead
@@ -365,6 +367,13 @@ class Explorer:
                     stepped |= {(old_step, replicas)}
                     demand(sum(of == old_step for of, _ in stepped) == 1, "all step with the same replicas")
         return new._replace(installed=installed, counted=counted, computed=computed, stepped=stepped)
+
+    def _knows(self, world: World, memberships: tuple[Membership, ...]) -> bool:
+        """Whether a process that lives knows of one of some memberships, or will read of it."""
+        messages = [self._objects[each] for channel in world.channels for each in channel]
+        said = [each.value for each in messages if isinstance(each, Decided)]
+        known = [each for process in self._living(world) for each in (process.membership, *process._told.values())]
+        return any(each in memberships for each in (*said, *known))
 
     def _check_states(self, world: World, value: Membership, demand: Any) -> None:
         """Checks that members can begin at the step of their membership."""
@@ -400,7 +409,7 @@ class Explorer:
     def _check_quiet(self, world: World) -> None:
         """If nothing is under way, and the living and unsuspected are a quorum and have all shards, they go on."""
         quiet, counted = world, world.counted
-        for _ in range(16):
+        for _ in range(32):
             for event in list(self._events(world, limited=False)):
                 if event[1] != "again" and event in [*self._events(world, limited=False)]:
                     world = self.after(world, event)

@@ -31,6 +31,7 @@ WHOLE: list[Case] = [
     (THREE, Limits(steps=1, deaths=0, asks=2)),
     (THREE, Limits(steps=1, deaths=1, asks=1)),
     (COPIES, Limits(steps=1, deaths=2)),
+    (COPIES, Limits(steps=0, deaths=2, suspicions=1)),
     (PAIR, Limits(steps=1, deaths=1, suspicions=1, ballots=1)),
     (THREE, Limits(steps=1, deaths=1, choices=2)),
     (PAIR, Limits(steps=2, deaths=1, suspicions=1, ballots=1, choices=2)),
@@ -43,7 +44,7 @@ PARTLY: list[Case] = [
     (THREE, Limits(steps=2, deaths=1, suspicions=2, ballots=2, asks=1)),
     (FOUR, Limits(steps=2, deaths=2, suspicions=1, ballots=2)),
     (FOUR, Limits(steps=2, deaths=2, suspicions=1, ballots=2, asks=2)),
-    (FOUR, Limits(steps=2, deaths=1, suspicions=1, ballots=2, choices=2, asks=2)),
+    (FOUR, Limits(steps=2, deaths=2, suspicions=1, ballots=2, choices=2, asks=2)),
     (LOST, Limits(steps=3, deaths=2, ballots=1, asks=1, copies=True)),
     (FOUR, Limits(steps=3, deaths=1, suspicions=1, ballots=2, asks=1, copies=True)),
 ]
