@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from typing import Any
@@ -42,6 +43,19 @@ def test_messages_come_in_order_and_the_end_after_the_last() -> None:
     first.close()
     assert [second.heard.get(timeout=10) for _ in range(101)] == [*((0, n) for n in range(100)), (0, "ended")]
     second.close()
+
+
+def test_one_that_has_no_number_yet_hears_what_was_sent_before() -> None:
+    first, second = End(-1), End(1)
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(second.connect, {0: first.address}, 10)
+        with pytest.raises(TimeoutError):
+            connecting.result(0.3)
+        first.begin(0)
+        assert connecting.result() == set()
+    second.close()
+    assert first.heard.get(timeout=10) == (1, "ended")
+    first.close()
 
 
 def test_close_returns_after_the_last_message_was_sent() -> None:

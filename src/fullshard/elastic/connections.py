@@ -34,6 +34,8 @@ class Connections:
     more than ``hang`` seconds hangs if this one waits for so long; ``progress`` returns for how many seconds this one
     has computed without a wait, and waited. What ``welcome`` returns is told to a new process that has no number yet.
 
+    A process that has no number yet has ``me`` -1. Until :meth:`begin`, those that call it wait, so no news is lost.
+
     Objects that are sent are pickled. A process must know the ``key`` of the job to connect (HMAC, by the standard
     library).
     """
@@ -71,6 +73,12 @@ class Connections:
         thread.start()
         return thread
 
+    def begin(self, me: int) -> None:
+        """Gives this process its number."""
+        with self._changed:
+            self.me = me
+            self._changed.notify_all()
+
     def connect(self, addresses: Mapping[int, Address], patience: float) -> set[int]:
         """Connects with processes: this one calls those with smaller numbers, and waits for the calls of the others.
         Returns those with which there is no connection after ``patience`` seconds."""
@@ -95,7 +103,9 @@ class Connections:
 
     def close(self) -> None:
         """Ends all connections, after what was sent."""
-        self._is_open = False
+        with self._changed:
+            self._is_open = False
+            self._changed.notify_all()
         for outgoing in [*self._outgoing.values()]:
             outgoing.put(_END)
         deadline = time.monotonic() + 3 * _BEAT  # one that is stopped reads nothing
@@ -114,6 +124,8 @@ class Connections:
             deliver_challenge(connection, self.key)
             answer_challenge(connection, self.key)
             said = connection.recv()
+            with self._changed:
+                self._changed.wait_for(lambda: said is None or self.me >= 0 or not self._is_open)
             if not self._is_open:  # the call was under way before the end
                 connection.close()
             elif said is None:

@@ -88,8 +88,8 @@ class Entering:
                 return
             time.sleep(_POLL)
         found.sort()  # processes of a host are neighbours, and so in one row if it has enough
-        connections.me = found.index(mine)
-        self._begin_alone(connections.me, processes)
+        self._begin_alone(found.index(mine), processes)
+        connections.begin(self.rank)
         self._found([address for _, address in found])
 
     def _begin_alone(self, rank: int, size: int) -> None:
