@@ -61,9 +61,7 @@ def random_job(seed: int) -> Job:
     job.has_launcher = chosen.random() >= 0.2
     if job.every and replicas > 1 and chosen.random() < 0.4:  # a job waits for the processes that it lacks
         for each in faults.values():
-            each[:] = [
-                (step, place, what.replace("TERM", "KILL").replace("STOP", "KILL")) for step, place, what in each
-            ]
+            each[:] = [(step, place, what.replace("STOP", "KILL")) for step, place, what in each]
         job.quorum, job.joins, job.is_supervised = 2, [], True
     return job
 

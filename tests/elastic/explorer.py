@@ -336,7 +336,7 @@ class Explorer:
                 if value in installed:
                     continue
                 is_forgotten = not self._knows(new, installed[value.number :])
-                demand(is_forgotten, "memberships with the same number are equal, unless none that knows of one is left")
+                demand(is_forgotten, "memberships with the same number are equal, if any that knows of them is left")
                 installed = installed[: value.number]
                 demand(value.number == len(installed), "memberships follow one another")
                 if value.back == value.number:

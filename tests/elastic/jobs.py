@@ -30,7 +30,7 @@ class Job:
 
     ``faults`` are those of each process, by its index in the order of their start: its rank too, if the job
     ``has_launcher``. Otherwise processes find each other in the directory. ``joins`` are the numbers of steps after
-    which one more process is started; if the job ``is_supervised``, another one is for each that is killed. ``hosts``
+    which one more process is started; if the job ``is_supervised``, another one is for each that ends early. ``hosts``
     has a letter for the pretended host of each process, by its index modulo the letters. Steps are rounds of ``every``
     inner steps, unless that is 0. ``device`` is a simulated one.
     """
@@ -105,7 +105,8 @@ def run(job: Job, limit: float = 90.0) -> Result:
         replaced = 0
         while time.monotonic() < deadline and any(_runs(each) for each in processes):
             time.sleep(0.05)
-            while job.is_supervised and sum(each.exitcode == -signal.SIGKILL for each in processes) > replaced:
+            early = sum(_ended_early(each, f"{directory}/{at}.out", job.steps) for at, each in enumerate(processes))
+            while job.is_supervised and early > replaced:
                 processes.append(_start(job, directory, port, len(processes)))
                 replaced += 1
             trained = [each for rank, each in enumerate(processes) if rank < size or _read(f"{directory}/{rank}.out")]
@@ -115,6 +116,12 @@ def run(job: Job, limit: float = 90.0) -> Result:
         outputs = [_lines(f"{directory}/{rank}.out") for rank in range(len(processes))]
         errors = [_read(f"{directory}/{rank}.err") for rank in range(len(processes))]
     return Result(statuses, outputs, errors)
+
+
+def _ended_early(process: ForkServerProcess, output: str, steps: int) -> bool:
+    """Whether a process was killed, or has left a job before its end."""
+    has_left = process.exitcode == 0 and any("ended" in each and each["step"] < steps for each in _lines(output))
+    return has_left or process.exitcode == -signal.SIGKILL
 
 
 def _end(process: ForkServerProcess) -> int:
