@@ -136,7 +136,7 @@ MUTATIONS: dict[Callable[..., Any], tuple[str, Case]] = {
     half_is_a_quorum: ("_is_quorum", (PAIR, Limits(1, 0, 1))),
     only_majorities_decide: ("_is_quorum", (PAIR, Limits(1, 1))),
     step_counts_though_one_is_not_complete: ("_note_complete", (THREE, Limits(1, 1))),
-    promise_forgets_what_was_accepted: ("_promise", (COPIES, Limits(1, 2))),
+    promise_forgets_what_was_accepted: ("_promise", (COPIES, Limits(0, 0, 2))),
     promise_forgets_gradients: ("_promise", (THREE, Limits(2, 1))),
     frozen_says_complete: ("complete", (THREE, Limits(1, 0, 1))),
     decision_is_not_forwarded: ("_install", (COPIES, Limits(1, 0, asks=2))),

@@ -69,7 +69,7 @@ class Restoring(Regrouping):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict` returned, in ``load`` of :meth:`begin`."""
+        """Loads what :meth:`state_dict` returned, in ``load`` of ``begin()``."""
         for buffer, values in zip(self._model.buffers(), state["buffers"], strict=True):
             buffer.copy_(values)
         for name, each in state["rounds"].items():

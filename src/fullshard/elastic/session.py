@@ -145,7 +145,7 @@ class Elastic(LocalJob):
                 goes back to the last copies, and waits for a new process. 0: a lost shard ends the job.
             load: loads a checkpoint, if there is one, together with the other processes of a row, whose default process
                 group it may use. With this object in ``state`` of :func:`fullshard.checkpoint.load`, as in
-                :meth:`save`, training goes on from its step. It is not called on a process that joins.
+                ``save()``, training goes on from its step. It is not called on a process that joins.
 
         Raises:
             ValueError: ``micro_batches`` is less than 1, ``copy_every`` is negative, ``model`` is not a sharded root or
