@@ -33,6 +33,7 @@ class Limits(NamedTuple):
     choices: int = 0  # of the replicas that take part in a step; 0: all do, and nobody chooses
     asks: int = 0  # whether a process is new, by default the last, and asks to join: 1 one member, 2 all of them
     copies: bool = False  # whether each process copies its state when it has all gradients of a step
+    hangs: bool = False  # whether those that are suspected hang: they answer, and are to be left out
 
 
 class World(NamedTuple):
@@ -61,8 +62,10 @@ class Stepped(NamedTuple):
 
 
 Event = tuple[Any, ...]  # a process, what happens to it, and arguments
+#: Where a process does nothing of a step.
+WAITING = Stage.FROZEN, Stage.OUT
 #: What an event takes from the limits.
-TAKES = {"dies": "deaths", "suspects": "suspicions", "again": "ballots"}
+TAKES = {"dies": "deaths", "suspects": "suspicions", "hangs": "suspicions", "again": "ballots"}
 
 
 class Watched(Agreement):
@@ -216,7 +219,7 @@ class Explorer:
                 if other in process.suspected and other not in world.dead:
                     yield me, "trusts", other
                 elif left.suspicions and other not in {me, *process.lost, *process.suspected}:
-                    yield me, "suspects", other
+                    yield me, "hangs" if left.hangs else "suspects", other
 
     def _states_for(self, new: Watched, living: list[Watched]) -> Iterator[tuple[int, int]]:
         """The states that members send to the new process after they have gone back, and the memberships that did."""
@@ -259,8 +262,8 @@ class Explorer:
                 self._receive(process, sender, self._objects[message])
             case ("loses", other):
                 process.lose(other)
-            case ("suspects" | "trusts" as word, other):
-                process.suspect(other, word == "suspects")
+            case ("suspects" | "hangs" | "trusts" as word, other):
+                process.suspect(other, word != "trusts", word == "hangs")
             case ("chooses", replicas):
                 process.choose(replicas)
             case ("completes",):
@@ -345,8 +348,11 @@ class Explorer:
                 self._check_states(world._replace(installed=installed), value, demand)
                 self._check_rows(value, demand)
                 old, members = installed[-1].shard_of.keys(), value.shard_of.keys()
-                enough = 2 * len(old & members) > len(old) or old - members <= world.dead
-                demand(enough, "a minority goes on only if all others have ended")
+                agreed = {
+                    each for each in old if each in members or self._objects[world.processes[each]].state in WAITING
+                }
+                enough = 2 * len(agreed) > len(old) or old - agreed <= world.dead
+                demand(enough, "less than a majority agrees only if all others have ended")
                 installed = (*installed, value)
             elif name == "loads":
                 demand(values[0], "a process that goes back has its copy")

@@ -33,6 +33,7 @@ WHOLE: list[Case] = [
     (COPIES, Limits(steps=1, deaths=2)),
     (COPIES, Limits(steps=0, deaths=2, suspicions=1)),
     (PAIR, Limits(steps=1, deaths=1, suspicions=1, ballots=1)),
+    (PAIR, Limits(steps=1, deaths=1, suspicions=1, ballots=1, hangs=True)),
     (THREE, Limits(steps=1, deaths=1, choices=2)),
     (PAIR, Limits(steps=2, deaths=1, suspicions=1, ballots=1, choices=2)),
     (LOST, Limits(steps=1, deaths=1, asks=1, copies=True)),
@@ -45,6 +46,7 @@ PARTLY: list[Case] = [
     (FOUR, Limits(steps=2, deaths=2, suspicions=1, ballots=2)),
     (FOUR, Limits(steps=2, deaths=2, suspicions=1, ballots=2, asks=2)),
     (FOUR, Limits(steps=2, deaths=2, suspicions=1, ballots=2, choices=2, asks=2)),
+    (FOUR, Limits(steps=2, deaths=1, suspicions=2, ballots=2, asks=1, hangs=True)),
     (LOST, Limits(steps=3, deaths=2, ballots=1, asks=1, copies=True)),
     (FOUR, Limits(steps=3, deaths=1, suspicions=1, ballots=2, asks=1, copies=True)),
 ]
