@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard import fully_shard
+from fullshard import fully_shard, log_metrics
 from fullshard.comm import select
 from fullshard.elastic import Elastic
 from tests.elastic.__main__ import complaints, random_job, undisturbed
@@ -144,6 +146,21 @@ def test_what_cannot_be_right_is_refused(alone: Elastic) -> None:
         [*alone.steps(1)]
     with pytest.raises(RuntimeError, match="ended before its micro-batches did"), next(alone.steps(1)):
         pass
+
+
+def test_metrics_begin_after_the_job(alone: Elastic, tmp_path: Path) -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    alone.begin(model, optimizer)
+    with log_metrics(model, tmp_path / "metrics"):
+        for step in alone.steps(2):
+            with step:
+                for _ in step:
+                    model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+    lines = [json.loads(line) for line in (tmp_path / "metrics").read_text().splitlines()]
+    assert [each["step"] for each in lines] == [0, 1]
+    assert not [name for each in lines for name in each if name.startswith("change")]
 
 
 def test_a_step_without_the_optimizer_is_an_error(alone: Elastic) -> None:

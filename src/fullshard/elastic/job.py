@@ -336,7 +336,7 @@ class Job(Entering):
                 )
             if self._has_waited_for_majority():
                 raise ElasticError(
-                    f"the processes that are left cannot agree on how to go on: fewer than half of the members answer "
+                    f"the processes that are left cannot agree on how to go on: no majority of the members answers "
                     f"process {self.rank}, which waited {PATIENCE:.0f} s for {what}"
                 )
             if not self._changed.wait(0.5) and self._has_copy:  # members may have been busy with another change

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from fullshard.elastic.copies import Copy, holder_of, outdated
 from fullshard.elastic.entry import ElasticError
+from fullshard.elastic.job import RepeatStep
 from fullshard.elastic.messages import Fetch, ShardState
 from fullshard.elastic.regroup import Regrouping
 from fullshard.elastic.state import load_state, pack_state
@@ -78,9 +80,12 @@ class Restoring(Regrouping):
             self.step = state["step"]
             self._agreement.follow(self.step)
 
-    def _load_with_row(self, load: Callable[[], Any]) -> None:
-        """Lets the processes of this row load a checkpoint."""
-        self.follow_membership()
+    def _begin_in_row(self, load: Callable[[], Any] | None) -> None:
+        """Makes the process group of this row, whose processes load a checkpoint."""
+        with suppress(RepeatStep):  # the job has gone back: the first step says so
+            self.follow_membership()
+        if load is None:
+            return
         if not self._row:
             raise ElasticError(f"a process has ended before process {self.rank} could load a checkpoint: start again")
         load()

@@ -177,8 +177,8 @@ class Elastic(LocalJob):
         self._until_begin.close()
         if self.is_joining:
             self._fetch()
-        elif load is not None:
-            self._load_with_row(load)
+        else:
+            self._begin_in_row(load)
         optimizer.register_step_post_hook(self._note_step)
 
     def steps(self, number: int) -> Iterator[ElasticStep]:
