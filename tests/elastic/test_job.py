@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Client
 
 import pytest
 
@@ -12,6 +13,7 @@ from fullshard.comm.waits import waiting
 from fullshard.elastic import entry
 from fullshard.elastic.entry import ElasticError
 from fullshard.elastic.job import Job
+from fullshard.watch.connections import connected_sockets
 
 
 @pytest.fixture
@@ -46,6 +48,20 @@ def test_a_wait_without_a_majority_is_an_error(alone: Job, monkeypatch: pytest.M
             ElasticError, match="no majority of the members answers process 0, which waited 30 s for X"
         ):
             alone.wait_for(lambda: False, "X")
+
+
+def test_the_connections_of_the_job_outlive_a_row(alone: Job) -> None:
+    before = {ends for _, ends in connected_sockets()}
+    with Client(alone._connections.address, authkey=alone._connections.key) as new:
+        new.send((1, ("127.0.0.1", 1), "host"))
+        new.recv()
+        assert not alone._connections.connect({1: ("127.0.0.1", 1)}, 10)
+        alone._row_connections = {ends for _, ends in connected_sockets()} - before  # it came while the row was formed
+        alone._cut_row()
+        alone._connections.send(1, "the last message")
+        while isinstance(said := new.recv(), float):
+            pass
+    assert said == "the last message"
 
 
 def test_the_first_member_shows_how_the_job_changes(alone: Job, caplog: pytest.LogCaptureFixture) -> None:

@@ -96,6 +96,10 @@ class Connections:
             connection.send((self.me, self.address, host_id()))
             self._serve(process, address, connection.recv(), connection)
 
+    def owns(self, ends: tuple[str, str]) -> bool:
+        """Whether a socket with these two ends is one of the connections."""
+        return any(f"{host}:{port}" in ends for host, port in (self.address, *self.addresses.values()))
+
     def send(self, process: int, message: Any) -> None:
         """Sends an object, in order. It is pickled later, in another thread, so it must not change any more."""
         if (outgoing := self._outgoing.get(process)) is not None:

@@ -353,7 +353,7 @@ class Job(Entering):
         """Ends the waits of training for processes of a row that is no more: some may be stopped, not ended."""
         WAITS.judged = WAITS.count, "The membership of the job has changed"
         for connection, ends in connected_sockets():
-            if ends in self._row_connections:
+            if ends in self._row_connections and not self._connections.owns(ends):  # one may have come meanwhile
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
         groups, world = self._schedule.groups if self._schedule is not None else (), dist.group.WORLD
