@@ -274,10 +274,13 @@ class Elastic(LocalJob):
         mine = replicas_of(membership.rows.index(row), len(membership.rows), self.replicas)
         everywhere: set[Replica] = set()
         if membership.number and membership.step == step:
-            said = [self._has.get((membership.number, process)) for process in row]
-            if any(each is None for each in said):
-                return
-            everywhere = set.intersection(*[{*each.replicas} for each in said if each is not None])
+            of_shards: list[set[Replica]] = [set() for _ in range(self.shards)]
+            for process, shard in membership.shards:
+                if (has := self._has.get((membership.number, process))) is None:
+                    return
+                of_shards[shard].update(has.replicas)
+            # A member that has them tells those of its shard. Else the others of this row may not run what they get.
+            everywhere = set.intersection(*of_shards)
         for replica in mine:
             if replica not in everywhere and (step, replica) not in self._ordered:
                 self._send_order(RunOrder(row, step, replica, self.replicas))
