@@ -38,6 +38,19 @@ def test_a_second_process_finds_the_job_in_its_directory(founded: Job, tmp_path:
     second._connections.close()
 
 
+def test_a_new_process_comes_once_the_address_of_the_last_one_is_known(founded: Job) -> None:
+    founded._newcomer = 0.0
+    assert founded._welcome() is not None
+    founded._end_welcome()  # as an earlier one is a member now
+    assert founded._welcome() is None
+    founded._connections.addresses[1] = ("127.0.0.1", 1)
+    founded._end_welcome()
+    welcome = founded._welcome()
+    assert welcome is not None
+    assert welcome.addresses[1] == ("127.0.0.1", 1)
+    founded._connections.close()
+
+
 def test_files_of_a_job_that_has_ended_are_no_job(founded: Job, tmp_path: Path) -> None:
     founded._connections.close()
     third = Job(1, 0, tmp_path)

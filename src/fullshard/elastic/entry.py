@@ -159,6 +159,11 @@ class Entering:
             mine = self._last_number, shard, self.size, self.replicas, self.seed
             return Welcome(*mine, addresses, tuple(members))
 
+    def _end_welcome(self) -> None:
+        """Lets another new process come, once this one knows where the last one is: the two must connect."""
+        if self._last_number in {self.rank, *self._connections.addresses}:
+            self._newcomer = 0.0
+
     def _join(self, welcome: Welcome, key: bytes) -> None:
         """Becomes a process of a running job, which is no member yet."""
         if welcome.replicas != self.replicas:

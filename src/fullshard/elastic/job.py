@@ -188,7 +188,7 @@ class Job(Entering):
                 self._tell_change(f"process {process} {'leaves' if process in self._leaving else 'has ended'}")
                 self._times.setdefault("noticed", time.monotonic())
             if process not in self._agreement.members:
-                self._newcomer = 0.0
+                self._end_welcome()
             self._followers.discard(process)
             self._fetching.discard(process)
             self._after_agreement()
@@ -238,7 +238,7 @@ class Job(Entering):
             return
         self._number = membership.number
         if membership.joined:
-            self._newcomer = 0.0
+            self._end_welcome()
             self._drop_followers()
         if self.rank in membership.joined:
             self._first = membership.step
