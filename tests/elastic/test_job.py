@@ -11,6 +11,7 @@ import pytest
 
 from fullshard.comm.waits import waiting
 from fullshard.elastic import entry
+from fullshard.elastic.agreement import Agreement
 from fullshard.elastic.entry import ElasticError
 from fullshard.elastic.job import Job
 from fullshard.watch.connections import connected_sockets
@@ -62,6 +63,14 @@ def test_the_connections_of_the_job_outlive_a_row(alone: Job) -> None:
         while isinstance(said := new.recv(), float):
             pass
     assert said == "the last message"
+
+
+def test_others_may_connect_while_a_process_asks_to_be_a_member(alone: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone._agreement, addresses = Agreement(0, 1, 1), alone._connections.addresses
+    addresses[1] = addresses[2] = "127.0.0.1", 1
+    monkeypatch.setattr(alone._connections, "send", lambda to, _: addresses.setdefault(to + 10, addresses[1]))
+    alone._ask_to_be_member()
+    assert [*addresses] == [1, 2, 11, 12]
 
 
 def test_the_first_member_shows_how_the_job_changes(alone: Job, caplog: pytest.LogCaptureFixture) -> None:

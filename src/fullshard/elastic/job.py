@@ -125,7 +125,7 @@ class Job(Entering):
 
     def _ask_to_be_member(self) -> None:
         if self.is_joining and self.step not in self._followed:
-            for process in self._connections.addresses:
+            for process in [*self._connections.addresses]:  # others connect meanwhile
                 self._connections.send(process, Candidate(self.shard, self._back))
 
     def _find_holder(self) -> None:
