@@ -45,9 +45,7 @@ def test_a_wait_without_a_majority_is_an_error(alone: Job, monkeypatch: pytest.M
     with alone._changed:
         alone.wait_for(lambda: True, "nothing")
         alone._frozen_since = time.monotonic() - entry.PATIENCE - 1
-        with pytest.raises(
-            ElasticError, match="no majority of the members answers process 0, which waited 30 s for X"
-        ):
+        with pytest.raises(ElasticError, match="no majority of the members answers process 0, which waited 30 s for X"):
             alone.wait_for(lambda: False, "X")
 
 
