@@ -893,9 +893,9 @@ MUTATIONS = (
     # the wrapper
     Mutation(
         "wrapper/unit.py",
-        "unit.failed = False",
-        "pass",
-        "tests/parity/test_wrapper_modules.py::test_gradients_wait_for_others_after_an_error_in_a_forward",
+        "super().reset()\n        self.failed = False",
+        "super().reset()",
+        "tests/wrapper/test_unit.py::test_a_step_that_was_reset_after_an_error_is_not_reset_again",
     ),
     Mutation(
         "wrapper/unit.py",

@@ -27,6 +27,7 @@ def test_without_replicas_a_new_process_takes_the_lost_shard() -> None:
     assert "start a new process with the same command" in result.errors[0]
 
 
+@pytest.mark.slow
 def test_members_that_have_the_same_shard_go_back_together() -> None:
     faults = {1: [(3, "step", "SIGKILL")], 3: [(4, "forward 1", "SIGKILL")]}
     job = Job(2, 2, 8, faults, copy_every=1, is_supervised=True)

@@ -88,7 +88,7 @@ def test_a_lost_shard_is_an_error_that_names_it() -> None:
 
 
 def test_a_process_joins_and_one_leaves() -> None:
-    job = Job(1, 2, 14, {0: [(9, "begin", "SIGTERM")]}, joins=[1], pause=1.0)
+    job = Job(1, 2, 14, {0: [(9, "begin", "SIGTERM")]}, joins=[1], pause=0.5)
     result = run(job)
     assert complaints(job, result) == []
     assert [each["step"] for each in result.ends()] == [10, 14, 14]
