@@ -4,15 +4,16 @@ Start the processes one by one, so that the end of one leaves the others alone, 
 
     for each in 1 2 3 4; do python examples/elastic.py & done
 
-Each prints a line for each step. The last lines have the same digests, whatever was killed. The same command joins the
-running job; SIGTERM lets a process finish its step and leave. With a torchrun for each process, one that ends by an
-error is started again: ``torchrun --standalone --max-restarts=3 examples/elastic.py``.
+Each prints a line for each micro-batch. The last lines have the same digests, whatever was killed. The same command
+joins the running job; SIGTERM lets a process finish its step and leave. With a torchrun for each process, one that ends
+by an error is started again: ``torchrun --standalone --max-restarts=3 examples/elastic.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,10 +36,8 @@ def batch_of(corpus: data.Corpus, micro_batch: MicroBatch, micro_batches: int) -
 
 def digest_of(model: nn.Module) -> str:
     """Return a digest of all bits of this process's shard."""
-    digest = hashlib.sha256()
-    for values in model.state_dict().values():
-        digest.update(values.to_local().numpy().tobytes())
-    return digest.hexdigest()[:16]
+    data = [values.to_local().numpy().tobytes() for values in model.state_dict().values()]
+    return hashlib.sha256(b"".join(data)).hexdigest()[:16]
 
 
 def main() -> None:
@@ -59,32 +58,21 @@ def main() -> None:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after sharding
-    saved, state = options.directory / "checkpoints", {"elastic": elastic}
-
-    def load() -> None:
-        checkpoint.load(saved, model, optimizer, state=state)
-
-    def save() -> None:
-        checkpoint.save(saved, model, optimizer, step=elastic.step, keep_last=2, state=state)
-
-    elastic.begin(
-        model, optimizer, micro_batches=options.micro_batches, load=load if options.save_every is not None else None
-    )
+    saved = options.directory / "checkpoints", model, optimizer
+    load = partial(checkpoint.load, *saved, state={"elastic": elastic}) if options.save_every else None
+    elastic.begin(model, optimizer, micro_batches=options.micro_batches, load=load)
 
     for step in elastic.steps(options.steps):
-        losses: dict[int, float] = {}  # by the logical rank; empty on a process that stands by
         with step:
             for micro_batch in step:
-                batch = batch_of(corpus, micro_batch, options.micro_batches)
-                loss = loss_of(model, batch) / options.micro_batches  # gradients of micro-batches add up
-                loss.backward()
-                losses[micro_batch.rank] = losses.get(micro_batch.rank, 0.0) + loss.item()
+                loss = loss_of(model, batch_of(corpus, micro_batch, options.micro_batches))
+                (loss / options.micro_batches).backward()  # gradients of micro-batches add up
+                where = f"process {elastic.rank}, step {step.number + 1}, logical rank {micro_batch.rank}"
+                print(f"{where}: {loss:.4f}", flush=True)
             step.clip_grad_norm_(1.0)
             optimizer.step()
-            of = "  ".join(f"{rank}: {loss:.4f}" for rank, loss in losses.items())
-            print(f"process {elastic.rank}, step {step.number + 1}, losses of logical ranks  {of}", flush=True)
-        if options.save_every is not None and elastic.step % options.save_every == 0:
-            elastic.save(save)
+        if options.save_every and elastic.step % options.save_every == 0:
+            elastic.save(partial(checkpoint.save, *saved, step=elastic.step, keep_last=2, state={"elastic": elastic}))
     print(f"process {elastic.rank}, step {elastic.step}, shard {elastic.shard} has the digest {digest_of(model)}")
     elastic.close()
 

@@ -11,7 +11,7 @@ import pytest
 
 from fullshard.comm.waits import waiting
 from fullshard.elastic import entry
-from fullshard.elastic.agreement import Agreement
+from fullshard.elastic.agreement import Agreement, Promise
 from fullshard.elastic.entry import ElasticError
 from fullshard.elastic.job import Job
 from fullshard.watch.connections import connected_sockets
@@ -24,6 +24,15 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     job = Job(1, 0, None)
     yield job
     job._connections.close()
+
+
+def test_changes_are_counted(alone: Job) -> None:
+    assert alone.changes == 0
+    with alone._changed:
+        alone._agreement.candidates[1] = 0
+        alone._agreement.consider()
+        alone._agreement.receive(1, Promise(0, (1, 0), None, 0, False, frozenset(), frozenset()))
+    assert alone.changes == 1
 
 
 def test_a_process_computes_or_waits(alone: Job) -> None:

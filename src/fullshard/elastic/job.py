@@ -108,6 +108,11 @@ class Job(Entering):
         return (0.0, now - self._since) if is_waiting else (now - self._since, 0.0)
 
     @property
+    def changes(self) -> int:
+        """How often the members of the job have changed."""
+        return self._agreement.membership.number
+
+    @property
     def is_joining(self) -> bool:
         """Whether this process has not been a member yet."""
         return self._agreement.membership.number < 0
@@ -186,9 +191,10 @@ class Job(Entering):
             self._agreement.lose(process)
             if not self._leaving.get(process):
                 self._tell_change(f"process {process} {'leaves' if process in self._leaving else 'has ended'}")
-                self._times.setdefault("noticed", time.monotonic())
             if process not in self._agreement.members:
                 self._end_welcome()
+            elif not self._leaving.get(process):
+                self._times.setdefault("noticed", time.monotonic())
             self._followers.discard(process)
             self._fetching.discard(process)
             self._after_agreement()

@@ -93,6 +93,8 @@ class Elastic(LocalJob):
         rank: the number of this process, of ``size`` at the beginning.
         shard: which shard of the model this process has, of ``shards``.
         step: how many steps this process has made.
+        changes: how often the members of the job have changed: a program may compare it between two steps. Logical
+            ranks never change.
         has_left: whether this process was asked to leave, by :meth:`leave` or SIGTERM.
 
     Raises:
