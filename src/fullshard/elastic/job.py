@@ -188,12 +188,13 @@ class Job(Entering):
         with self._changed:
             if self._is_closed:
                 return
+            was_member, is_done = process in self._agreement.members, self._leaving.get(process)
             self._agreement.lose(process)
-            if not self._leaving.get(process):
+            if not is_done:
                 self._tell_change(f"process {process} {'leaves' if process in self._leaving else 'has ended'}")
-            if process not in self._agreement.members:
+            if not was_member:
                 self._end_welcome()
-            elif not self._leaving.get(process):
+            elif not is_done:
                 self._times.setdefault("noticed", time.monotonic())
             self._followers.discard(process)
             self._fetching.discard(process)
