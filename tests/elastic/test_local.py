@@ -166,3 +166,18 @@ def test_what_cannot_be_right_is_refused(alone: Elastic) -> None:
     refuses("grace is -1", grace=-1.0)
     refuses("optimizer is", TypeError, optimizer=model)
     refuses("the inner optimizer is", optimizer=outer)
+
+
+def test_a_round_whose_choice_is_void_is_repeated(alone: Elastic) -> None:
+    """The job has gone back to a copy after the round counted, and before this process used its mean."""
+    model = fully_shard(nn.Linear(4, 4))
+    inner, outer = (torch.optim.SGD(model.parameters(), 1.0) for _ in range(2))
+    alone.begin(model, outer, local=LocalRounds(inner, every=1))
+    with next(alone.steps(1)) as step:
+        for _ in step:
+            model(torch.ones(1, 4)).sum().backward()
+            inner.step()
+        alone._agreement.chosen.clear()
+        alone.show_gradients(step.number)
+        pytest.fail("it has no mean")
+    assert alone.step == 0

@@ -357,7 +357,10 @@ class Elastic(LocalJob):
         if (followed := self._followed.get(step)) is not None:
             kept.show_packed(followed.data, followed.present)
         else:
-            kept.show_mean(step, self._taking_part(step) or ())
+            with self._changed:
+                if (replicas := self._taking_part(step)) is None:  # the job has gone back since the step counted
+                    raise RepeatStep
+            kept.show_mean(step, replicas)
         self._mean = kept.pack_mean() if self._followers else None
 
 
