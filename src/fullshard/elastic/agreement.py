@@ -181,6 +181,11 @@ class Agreement:
         return missing_shards(self.members, self._shards) if self.members else []
 
     @property
+    def is_oldest(self) -> bool:
+        """Whether this process is the oldest member."""
+        return next(iter(self.members), -1) == self.me
+
+    @property
     def is_frozen(self) -> bool:
         return self.state is Stage.FROZEN
 
@@ -196,7 +201,7 @@ class Agreement:
 
     def choose(self, replicas: tuple[Any, ...]) -> None:
         """Chooses which replicas take part in the step that runs, once. Does so on the first member only."""
-        if self.state is Stage.RUNNING and next(iter(self.members)) == self.me and self.step not in self.chosen:
+        if self.state is Stage.RUNNING and self.is_oldest and self.step not in self.chosen:
             self.chosen[self.step] = replicas
             self._send(self.members, Chosen(self.membership.number, self.step, replicas))
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fullshard.elastic.agreement import Agreement, Membership
 from fullshard.elastic.connections import Connections, answers, ask, host_address
-from fullshard.elastic.founding import founders, key_of, take_number
+from fullshard.elastic.founding import founders, key_of, take_number, write
 from fullshard.elastic.messages import Welcome
 from fullshard.elastic.rows import arrange, shard_for
 from fullshard.platforms import host_id
@@ -119,25 +119,23 @@ class Entering:
         """Writes down where this member is, for processes that are to join."""
         if self._directory is not None:
             self._directory.mkdir(parents=True, exist_ok=True)
-            path = self._directory / f"{self.rank}.json"
             said = json.dumps({"address": self._connections.address, "key": self._connections.key.hex()})
-            with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600), encoding="utf-8") as file:
-                file.write(said)
+            write(self._directory / f"{self.rank}.json", said)
 
     def _find_job(self) -> tuple[Welcome, bytes] | None:
         """What the first member of a running job says, if there is one."""
         if self._directory is None:
             return None
         while True:
-            files, answers = sorted(self._directory.glob("[0-9]*.json"), key=lambda file: int(file.stem)), 0
+            files, answered = sorted(self._directory.glob("[0-9]*.json"), key=lambda file: int(file.stem)), False
             for file in files:
                 with suppress(OSError, EOFError, ValueError):
                     said = json.loads(file.read_text(encoding="utf-8"))
                     key = bytes.fromhex(said["key"])
                     if (welcome := ask(tuple(said["address"]), key, _ANSWER)) is not None:
                         return welcome, key
-                    answers += 1
-            if not answers:
+                    answered = True
+            if not answered:
                 for file in files:
                     file.unlink(missing_ok=True)
                 return None

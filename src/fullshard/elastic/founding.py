@@ -45,6 +45,18 @@ def founders(directory: Path, processes: int) -> list[Any] | None:
     return None if None in said else said
 
 
+def write(file: Path, text: str) -> None:
+    """Writes a whole file for this user only, in place of one that there may be."""
+    _write_beside(file, text).replace(file)
+
+
+def _write_beside(file: Path, text: str) -> Path:
+    written = file.with_name(f".{uuid.uuid4().hex}")
+    with open(written, "w", opener=lambda name, flags: os.open(name, flags, 0o600), encoding="utf-8") as opened:
+        opened.write(text)
+    return written
+
+
 def _read(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -54,9 +66,7 @@ def _read(file: Path) -> Any:
 
 def _create(file: Path, text: str) -> bool:
     """Writes a whole file for this user only, unless there is one. Returns whether it did."""
-    written = file.with_name(f".{uuid.uuid4().hex}")
-    with open(written, "w", opener=lambda name, flags: os.open(name, flags, 0o600), encoding="utf-8") as opened:
-        opened.write(text)
+    written = _write_beside(file, text)
     try:
         os.link(written, file)
     except FileExistsError:

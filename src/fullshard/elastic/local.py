@@ -151,10 +151,8 @@ class LocalJob(Restoring):
 
     def __init__(self, *arguments: Any) -> None:
         self._more: dict[tuple[Row, int, int], bool] = {}  # whether to run a micro-batch, by row, step and number
-        self._quorum_of = self._grace_over = (
-            -1,
-            -1,
-        )  # a membership and a step, as below
+        #: The membership and the step for which grace has begun, and for which it is over.
+        self._quorum_of = self._grace_over = -1, -1
         self._say_at = 0.0
         super().__init__(*arguments)
 
@@ -199,7 +197,7 @@ class LocalJob(Restoring):
         """Chooses the rows that take part in the round, if this is the first member and enough of them are there."""
         agreement, rows = self._agreement, self._agreement.membership.rows
         key = number, step = agreement.membership.number, agreement.step
-        if agreement.state is not Stage.RUNNING or next(iter(agreement.members)) != self.rank:
+        if agreement.state is not Stage.RUNNING or not agreement.is_oldest:
             return
 
         def has_kept(process: int, row: Row) -> bool:
@@ -290,7 +288,7 @@ class LocalJob(Restoring):
         rows, now = len(self._agreement.membership.rows), time.monotonic()
         if rows >= self._local.quorum:
             self._say_at = 0.0
-        elif now > self._say_at and next(iter(self._agreement.members), -1) == self.rank:
+        elif now > self._say_at and self._agreement.is_oldest:
             self._say_at = now + _AGAIN
             _log.warning(
                 f"round {step} waits for new processes: {rows} rows are left, the quorum is {self._local.quorum}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,8 +58,7 @@ class Restoring(Regrouping):
                 return True
         except RuntimeError as error:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_in_other_row(row) or self._gone() & {*row}, _NEWS)
-                if not (self._is_in_other_row(row) or self._gone() & {*row}):
+                if not self._changed.wait_for(partial(self._is_broken, row), _NEWS):
                     raise
             _log.warning(f"step {self.step} was not saved, because a process of its row has ended: {error}")
         return False
