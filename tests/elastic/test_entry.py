@@ -13,9 +13,7 @@ from fullshard.elastic.job import Job
 
 
 @pytest.fixture
-def founded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
-        monkeypatch.setenv(name, value)
+def founded(tmp_path: Path, launched: None) -> Job:
     return Job(1, 0, tmp_path)
 
 

@@ -18,9 +18,7 @@ from fullshard.watch.connections import connected_sockets
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
-        monkeypatch.setenv(name, value)
+def alone(launched: None) -> Iterator[Job]:
     job = Job(1, 0, None)
     yield job
     job._connections.close()

@@ -14,9 +14,6 @@ from fullshard import fully_shard
 from fullshard.elastic import Elastic, LocalRounds
 from tests.elastic.jobs import Job, Result, run
 from tests.elastic.program import Model
-from tests.elastic.test_session import alone
-
-__all__ = ["alone"]  # a fixture
 
 EVERY = 3
 

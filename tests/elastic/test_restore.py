@@ -56,10 +56,8 @@ def test_without_the_copy_of_a_lost_shard_processes_end_with_an_error_that_says_
 
 
 def test_a_process_that_has_made_all_steps_goes_back_unless_another_one_has_left_with_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, launched: None
 ) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
-        monkeypatch.setenv(name, value)
     job = Restoring(1, 0, tmp_path)
     agreement, membership = job._agreement, job._agreement.membership
     assert not job._must_go_back()

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,6 @@ from fullshard.comm import select
 from fullshard.elastic import Elastic
 from tests.elastic.__main__ import complaints, random_job, undisturbed
 from tests.elastic.jobs import Job, run
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Elastic]:
-    """A job of one process."""
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
-        monkeypatch.setenv(name, value)
-    elastic = Elastic(replicas=1)
-    yield elastic
-    elastic.close()
 
 
 @pytest.mark.parametrize(("groups", "place"), [("blocks", "backward 0"), ("wrapped", "inside 0")])
@@ -173,9 +162,7 @@ def test_a_step_without_the_optimizer_is_an_error(alone: Elastic) -> None:
         step.__exit__(None, None, None)
 
 
-def test_a_closed_job_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
-        monkeypatch.setenv(name, value)
+def test_a_closed_job_leaves_nothing_behind(launched: None) -> None:
     elastic = Elastic(replicas=1)
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     elastic.close()  # before anything began
