@@ -45,6 +45,41 @@ def test_messages_come_in_order_and_the_end_after_the_last() -> None:
     second.close()
 
 
+def break_connection(process: End, other: int) -> None:
+    """Ends a connection as the network may: neither of the two processes says goodbye."""
+    with socket.socket(fileno=process._of[other].fileno()) as broken:
+        broken.shutdown(socket.SHUT_RDWR)
+        broken.detach()
+
+
+def test_the_network_may_break_a_connection_with_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fullshard.elastic.connections._REFUSES", 0.3)
+    first, second = pair()
+    first.host_of[1] = "another"
+    break_connection(first, 1)
+    assert second.heard.get(timeout=10) == (0, "ended")  # of this host, so it cannot be the network
+    assert first.heard.get(timeout=10) == (1, SILENT)
+    first.close()
+    second.close()
+
+
+def test_one_of_another_host_has_ended_if_its_host_refuses_connections() -> None:
+    first, second = pair()
+    first.host_of[1], first.addresses[1] = "another", ("127.0.0.1", 1)
+    break_connection(first, 1)
+    assert first.heard.get(timeout=2) == (1, "ended")
+    first.close()
+    second.close()
+
+
+def test_one_of_another_host_has_ended_if_it_said_goodbye() -> None:
+    first, second = pair()
+    first.host_of[1] = "another"
+    second.close()  # the process lives, and so does what listened
+    assert first.heard.get(timeout=2) == (1, "ended")
+    first.close()
+
+
 def test_one_that_has_no_number_yet_hears_what_was_sent_before() -> None:
     first, second = End(-1), End(1)
     with ThreadPoolExecutor(1) as pool:

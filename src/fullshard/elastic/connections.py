@@ -1,9 +1,10 @@
 """The connections of a process of an elastic job to every other one, and the threads that serve them.
 
-Messages between two processes arrive in order, and the end of a process comes after its last message. A connection ends
-only if a process does: nobody closes one for another reason. So its end is certain news. Silence is not: a process that
-has sent nothing for long, not even that it is alive, may be stopped, or the network may be cut. Nor is a process that
-computes for long, while this one waits.
+Messages between two processes arrive in order, and the end of a process comes after its last message. The end of a
+connection is certain news of the end of the process if that said goodbye, or is on this host, or if its host refuses
+another connection. Otherwise the network may have broken it, and the process is silent. Silence is not certain: a
+process that has sent nothing for long, not even that it is alive, may be stopped, or the network may be cut. Nor is a
+process that computes for long, while this one waits.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from fullshard.platforms import host_id
 Address = tuple[str, int]
 
 SILENT, HANGS = "is silent: it is stopped, or the network is cut", "hangs: it computes, and others wait for it"
-_END = object()
+_END, _GOODBYE = object(), None
 _BEAT = 1.0  # seconds between two messages that say that a process is alive
+_REFUSES = 3.0  # seconds after the end of a connection in which the host of a process that has ended refuses another one
 
 
 class Connections:
@@ -61,6 +63,7 @@ class Connections:
         self._on_silence, self._silence, self._hang, self._progress = on_silence, silence, hang, progress
         self._heard: dict[int, float] = {}  # when something came last
         self._computes: dict[int, float] = {}  # for how many seconds
+        self._broken: set[int] = set()  # whose connections ended, though they may live
         self._of: dict[int, Connection] = {}
         self._outgoing: dict[int, queue.SimpleQueue[Any]] = {}
         self._writers: list[threading.Thread] = []
@@ -142,29 +145,49 @@ class Connections:
         with socket.socket(fileno=connection.fileno()) as found:
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             found.detach()
-        self._heard[process] = time.monotonic()
+        self._heard[process], self.addresses[process], self.host_of[process] = time.monotonic(), address, host
         outgoing = self._outgoing[process] = queue.SimpleQueue()
         self._start(self._read, "read", process, connection)
         self._writers.append(self._start(self._write, "write", connection, outgoing))
         with self._changed:
-            self._of[process], self.addresses[process], self.host_of[process] = connection, address, host
+            self._of[process] = connection
             self._changed.notify_all()
 
     def _read(self, process: int, connection: Connection) -> None:
+        is_certain = False
         while True:
             try:
                 message = connection.recv()
             except (EOFError, OSError):
                 break
             self._heard[process] = time.monotonic()
-            if isinstance(message, float):
+            if message is _GOODBYE:
+                is_certain = True
+            elif isinstance(message, float):
                 self._computes[process] = message
             else:
                 self._on_message(process, message)
-        self._heard.pop(process, None)
         if (outgoing := self._outgoing.pop(process, None)) is not None:
             outgoing.put(_END)
-        self._on_end(process)
+        is_certain |= self.host_of[process] == host_id()
+        if is_certain or self._is_refused(self.addresses[process]):
+            self._heard.pop(process, None)
+            self._on_end(process)
+        else:
+            self._broken.add(process)
+
+    def _is_refused(self, address: Address) -> bool:
+        """Whether a host answers that no process is at an address. A process that ends may be there a moment longer."""
+        deadline = time.monotonic() + _REFUSES
+        while self._is_open and time.monotonic() < deadline:
+            try:
+                socket.create_connection(address, _REFUSES).close()
+            except ConnectionRefusedError:
+                return True
+            except OSError:  # nobody answers
+                return False
+            time.sleep(_REFUSES / 50)
+        return False
 
     def _beat(self) -> None:
         silent, last = dict[int, str](), time.monotonic()
@@ -178,7 +201,7 @@ class Connections:
                 self._heard = dict.fromkeys(self._heard, now)
             last = now
             for process, heard in [*self._heard.items()]:
-                why = SILENT if now - heard > self._silence else ""
+                why = SILENT if process in self._broken or now - heard > self._silence else ""
                 why = why or (HANGS if min(waits, self._computes.get(process, 0.0)) > self._hang else "")
                 if why != silent.get(process, ""):
                     silent[process] = why
@@ -188,6 +211,7 @@ class Connections:
         with suppress(OSError, ValueError):
             while (message := outgoing.get()) is not _END:
                 connection.send(message)
+            connection.send(_GOODBYE)
             with socket.socket(fileno=connection.fileno()) as found:
                 found.shutdown(socket.SHUT_WR)
                 found.detach()
