@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 
 from tests.elastic.jobs import Fault, Job, Result, run
+from tests.hosts.hosts import why_impossible
 
 _GRIDS = ((2, 2), (2, 2), (2, 2), (1, 2), (1, 3), (2, 3))  # shards by replicas
 _WEIGHTS = (4, 4, 4, 3, 4, 1)
@@ -63,7 +67,50 @@ def random_job(seed: int) -> Job:
         for each in faults.values():
             each[:] = [(step, place, what.replace("STOP", "KILL")) for step, place, what in each]
         job.quorum, job.joins, job.is_supervised = 2, [], True
+    if size > 2 and job.quorum < 2 and not why_impossible() and chosen.random() < 0.2:
+        job.has_network, job.silence, job.hosts = True, 4.0, chosen.choice(("ab", "aabb", "aab", "abc", "aabc"))
+        if chosen.random() < 0.5:
+            job.faults = {}
+        fault = chosen.randrange(steps), chosen.choice(places), chosen.choice(("cut", "cut 0.5", "cut 1", "cut 7"))
+        job.faults = {**job.faults, (cut := chosen.randrange(size)): [*job.faults.get(cut, ()), fault]}
     return job
+
+
+@dataclass
+class Cut:
+    """How the network was cut, if for longer than the time after which a process is taken for lost: from when to when,
+    and the part of it that each process was in."""
+
+    begin: float = math.inf
+    end: float = math.inf
+    part_of: Sequence[str] = ()
+
+
+def cut_of(job: Job, result: Result) -> Cut:
+    for process, said in enumerate(result.said):
+        for fault in [each for each in said if "fault" in each and each["fault"][2].startswith("cut")]:
+            if (seconds := float(fault["fault"][2][3:] or "inf")) > job.silence:
+                cut, begin = job.host_of(process), fault["time"]
+                parts = [cut if job.host_of(each) == cut else "" for each in range(len(result.said))]
+                return Cut(begin, begin + seconds, parts)
+    return Cut()
+
+
+def complaints_of_cut(job: Job, result: Result, cut: Cut) -> list[str]:
+    """What is wrong after the network was cut: both parts go on, or a part that could does not."""
+    found, size, made = list[str](), job.shards * job.replicas, dict[str, set[int]]()
+    for process, said in enumerate(result.said):
+        steps = {each["step"] for each in said if "step" in each and cut.begin < each["time"] < cut.end}
+        made.setdefault(cut.part_of[process], set()).update(steps)
+    if len(made) > 1 and all(len(steps) > 1 for steps in made.values()):
+        found.append(f"both parts of the network go on after it was cut: {made}")
+    is_only = all(fault[2].startswith(("cut", "0")) for each in job.faults.values() for fault in each)
+    for part in made if is_only and not job.joins else ():
+        able = {process for process in range(size) if cut.part_of[process] == part}
+        ended = {process for process in able for each in result.said[process] if each.get("step") == job.steps}
+        if {result.shards()[process] for process in able} == {*range(job.shards)} and 2 * len(able) > size:
+            found += [f"process {process} could go on after the network was cut" for process in sorted(able - ended)]
+    return found
 
 
 @cache
@@ -82,7 +129,7 @@ def complaints(job: Job, result: Result) -> list[str]:
         if len(digests) > 1 if is_apart else digests != expected[shard]:
             found.append(f"shard {shard} ended as {digests}, not {expected[shard]}")
     size = job.shards * job.replicas
-    gave_up = result.lost(size)
+    gave_up, cut = result.lost(size), cut_of(job, result)
     for rank, (status, said) in enumerate(zip(result.statuses, result.said, strict=True)):
         signals = [each["fault"][2] for each in said if "fault" in each]
         allowed = {0} | {-9 for each in signals if each == "SIGKILL"} | {-19 for each in signals if each == "SIGSTOP"}
@@ -92,6 +139,8 @@ def complaints(job: Job, result: Result) -> list[str]:
             allowed |= {-9}
         if status not in allowed:
             found.append(f"process {rank} ended with {status}: {result.errors[rank][-1500:]}")
+    if cut.part_of:
+        return found + complaints_of_cut(job, result, cut)
     if gave_up and any(each["step"] == job.steps for each in result.ends()):
         found.append(f"some processes ended, others gave up: {gave_up}")
     hit = [any("fault" in each and each["fault"][2].startswith("SIG") for each in one) for one in result.said[:size]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import multiprocessing
@@ -11,11 +12,13 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from tests.elastic.program import train
+from tests.hosts.hosts import INTERFACE, Host, Hosts
 
 Fault = tuple[int, str, str]  # a step, a place in it, and what happens: see :mod:`tests.elastic.program`
 
@@ -32,7 +35,8 @@ class Job:
     ``has_launcher``. Otherwise processes find each other in the directory. ``joins`` are the numbers of steps after
     which one more process is started; if the job ``is_supervised``, another one is for each that ends early. ``hosts``
     has a letter for the pretended host of each process, by its index modulo the letters. Steps are rounds of ``every``
-    inner steps, unless that is 0. ``device`` is a simulated one.
+    inner steps, unless that is 0. ``device`` is a simulated one. If the job ``has_network``, a host has a network
+    of its own (:mod:`tests.hosts`), and a fault may be to ``cut`` it.
     """
 
     shards: int = 2
@@ -54,6 +58,10 @@ class Job:
     saved: str = ""
     device: str = ""
     has_launcher: bool = True
+    has_network: bool = False
+
+    def host_of(self, process: int) -> str:
+        return self.hosts[process % len(self.hosts)]
 
 
 @dataclass
@@ -95,19 +103,21 @@ class Result:
 
 def run(job: Job, limit: float = 90.0) -> Result:
     """Runs a job to its end. Processes that are left after ``limit`` seconds are killed, and have the status -9."""
-    with tempfile.TemporaryDirectory() as directory:
+    with ExitStack() as made:
+        directory = made.enter_context(tempfile.TemporaryDirectory())
+        hosts = made.enter_context(Hosts(max(2, len({*job.hosts})))) if job.has_network else ()
         port, size = _free_port(), job.shards * job.replicas
         deadline = time.monotonic() + limit
-        processes = [_start(job, directory, port, rank) for rank in range(size)]
+        processes = [_start(job, directory, port, rank, hosts) for rank in range(size)]
         for joins in job.joins:
             _wait_for_step([f"{directory}/{rank}.out" for rank in range(size)], joins, processes, deadline)
-            processes.append(_start(job, directory, port, len(processes)))
+            processes.append(_start(job, directory, port, len(processes), hosts))
         replaced = 0
         while time.monotonic() < deadline and any(_runs(each) for each in processes):
             time.sleep(0.05)
             early = sum(_ended_early(each, f"{directory}/{at}.out", job.steps) for at, each in enumerate(processes))
             while job.is_supervised and early > replaced:
-                processes.append(_start(job, directory, port, len(processes)))
+                processes.append(_start(job, directory, port, len(processes), hosts))
                 replaced += 1
             trained = [each for rank, each in enumerate(processes) if rank < size or _read(f"{directory}/{rank}.out")]
             if not any(_runs(each) for each in trained):  # a process that is new finds no job, and waits for a launcher
@@ -142,24 +152,31 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _start(job: Job, directory: str, port: int, rank: int) -> ForkServerProcess:
+def _start(job: Job, directory: str, port: int, rank: int, hosts: Sequence[Host]) -> ForkServerProcess:
     plan = {"steps": job.steps, "replicas": job.replicas, "directory": f"{directory}/members", "pause": job.pause}
     plan |= {"faults": job.faults.get(rank, ()), "micro_batches": job.micro_batches, "groups": job.groups}
-    plan |= {"host": job.hosts[rank % len(job.hosts)], "every": job.every, "quorum": job.quorum, "grace": job.grace}
+    plan |= {"host": job.host_of(rank), "every": job.every, "quorum": job.quorum, "grace": job.grace}
     plan |= {"copy_every": job.copy_every, "saved": job.saved, "device": job.device}
     size, env = job.shards * job.replicas, {"FULLSHARD_TRANSPORT": job.transport}
     if job.has_launcher:
-        env |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        first = hosts["abcdefgh".index(job.host_of(0))].address if hosts else "127.0.0.1"
+        env |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": first, "MASTER_PORT": str(port)}
     else:
         plan["processes"] = size
+    if hosts:
+        env["GLOO_SOCKET_IFNAME"] = INTERFACE
     env["FULLSHARD_HANG_TIMEOUT"] = str(job.silence)
-    process = _context.Process(target=_run_process, args=(plan, env, f"{directory}/{rank}"))
+    host = hosts["abcdefgh".index(job.host_of(rank))].process if hosts else 0
+    process = _context.Process(target=_run_process, args=(plan, env, f"{directory}/{rank}", host))
     process.start()
     return process
 
 
-def _run_process(plan: Mapping[str, Any], env: Mapping[str, str], files: str) -> None:
+def _run_process(plan: Mapping[str, Any], env: Mapping[str, str], files: str, host: int) -> None:
+    """Trains, in the network of a process of a host, unless that is 0."""
     os.environ.update(env)
+    if host and ctypes.CDLL(None, use_errno=True).setns(os.open(f"/proc/{host}/ns/net", os.O_RDONLY), 0):
+        raise OSError(ctypes.get_errno(), "a process cannot be moved to a network")
     for output, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{files}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), output)
     faulthandler.register(signal.SIGUSR2, all_threads=True)

@@ -4,9 +4,10 @@ Its one argument is JSON: ``steps``, ``replicas``, ``directory``, ``pause`` (sec
 ``groups`` (which modules are a group of their own, or ``wrapped``), ``host`` (a pretended one), ``copy_every``,
 ``saved`` (where a checkpoint is saved after each second step), ``every``, ``quorum`` and ``grace`` (of rounds, if
 ``every`` is not 0), ``processes`` (that find each other in the directory, or none), ``device`` (a simulated one, or
-none) and ``faults``: triples of a step, a place and what happens there, a signal or the seconds that the process
-sleeps. At the place ``time`` it happens in another thread, so many milliseconds after the process has begun to train as
-the first number says. Prints a line of JSON for the beginning, each micro-batch, each step, each fault and the end.
+none) and ``faults``: triples of a step, a place and what happens there: a signal, the seconds that the process sleeps,
+or ``cut``, and perhaps the seconds after which the network of its host is there again. At the place ``time`` it happens
+in another thread, so many milliseconds after the process has begun to train as the first number says. Prints a line of
+JSON for the beginning, each micro-batch, each step, each fault and the end.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -31,6 +33,7 @@ from fullshard.elastic import Elastic, ElasticError, LocalRounds
 from fullshard.figures import listen
 from fullshard.group.parameter import local_tensor
 from fullshard.schedule.unit import schedule_of
+from tests.hosts.hosts import INTERFACE
 from tests.simulated import simulated
 
 torch.set_num_threads(1)
@@ -78,6 +81,10 @@ def _train(plan: Mapping[str, Any]) -> None:
     def do(what: str) -> None:
         if what.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, what))
+        elif what.startswith("cut"):
+            _, _, seconds = what.partition(" ")
+            again = f"; (sleep {seconds}; ip link set {INTERFACE} up) > /dev/null 2>&1 &" if seconds else ""
+            subprocess.run(["sh", "-c", f"ip link set {INTERFACE} down{again}"], check=True)
         else:
             time.sleep(float(what))
 

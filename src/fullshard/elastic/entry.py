@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,16 +126,24 @@ class Entering:
         if self._directory is None:
             return None
         while True:
-            files, answered = sorted(self._directory.glob("[0-9]*.json"), key=lambda file: int(file.stem)), False
+            files, gone, answered = (
+                sorted(self._directory.glob("[0-9]*.json"), key=lambda file: int(file.stem)),
+                [],
+                False,
+            )
             for file in files:
-                with suppress(OSError, EOFError, ValueError):
+                try:
                     said = json.loads(file.read_text(encoding="utf-8"))
                     key = bytes.fromhex(said["key"])
                     if (welcome := ask(tuple(said["address"]), key, _ANSWER)) is not None:
                         return welcome, key
                     answered = True
+                except (ConnectionError, FileNotFoundError, EOFError, ValueError):
+                    gone.append(file)
+                except OSError:  # nobody answers: its host may be gone, or this one is cut off
+                    continue
             if not answered:
-                for file in files:
+                for file in gone:
                     file.unlink(missing_ok=True)
                 return None
             time.sleep(_POLL)
