@@ -43,7 +43,8 @@ def main() -> None:
         mesh, elastic = (step_of(run(options, kind)) for kind in ("mesh", "elastic"))
         ratios.append(elastic / mesh)
         print(f"a step: mesh {mesh * 1e3:.1f} ms, elastic {elastic * 1e3:.1f} ms", flush=True)
-    print(f"steady cost: {statistics.median(ratios):.3f} of a step ({min(ratios):.3f} to {max(ratios):.3f})")
+    if ratios:
+        print(f"steady cost: {statistics.median(ratios):.3f} of a step ({min(ratios):.3f} to {max(ratios):.3f})")
     kills = sorted(recovery(options) for _ in range(options.kills))
     if kills:
         print(f"from a kill to the next step: {' '.join(f'{each:.3f}' for each in kills)} s, beyond a usual step")
@@ -106,20 +107,21 @@ def joining(options: argparse.Namespace) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as directory:
         os.sched_setaffinity(0, cores or {last})
         processes = started(options, "elastic", directory)
-        time.sleep(10)
+        lines = processes[0].stdout
+        assert lines is not None
+        before = [json.loads(lines.readline())["end"] for _ in range(options.steps // 4)]
         os.sched_setaffinity(0, {last})
         newcomer = start(options, "elastic", SIZE, 1, directory)
         os.sched_setaffinity(0, {*cores, last})
         said = [read(process) for process in processes]
         news = read(newcomer)
-    fetched, ends = news[0]["fetched"], [each["end"] for each in said[0]]
+    fetched, ends = news[0]["fetched"], [*before, *(each["end"] for each in said[0])]
     if not news[1:]:
         return float("nan"), news[0]["bytes"] / 2**20
     first = news[1]["end"]
-    pairs = [(after, after - before) for before, after in pairwise(ends[3:])]
-    during = [took for end, took in pairs if fetched - 0.5 < end < first + 0.5]
-    before = [took for end, took in pairs if end < fetched - 4]  # before it was started, whose start takes a core
-    return statistics.mean(during) / statistics.mean(before), news[0]["bytes"] / 2**20
+    during = [after - before for before, after in pairwise(ends) if fetched - 0.5 < after < first + 0.5]
+    usual = [after - before for before, after in pairwise(before[3:])]
+    return statistics.mean(during) / statistics.mean(usual), news[0]["bytes"] / 2**20
 
 
 def train(options: argparse.Namespace) -> None:
