@@ -67,12 +67,15 @@ def random_job(seed: int) -> Job:
         for each in faults.values():
             each[:] = [(step, place, what.replace("STOP", "KILL")) for step, place, what in each]
         job.quorum, job.joins, job.is_supervised = 2, [], True
-    if size > 2 and job.quorum < 2 and not why_impossible() and chosen.random() < 0.2:
+    if job.shards * job.replicas > 2 and job.quorum < 2 and not why_impossible() and chosen.random() < 0.2:
         job.has_network, job.silence, job.hosts = True, 4.0, chosen.choice(("ab", "aabb", "aab", "abc", "aabc"))
         if chosen.random() < 0.5:
             job.faults = {}
         fault = chosen.randrange(steps), chosen.choice(places), chosen.choice(("cut", "cut 0.5", "cut 1", "cut 7"))
-        job.faults = {**job.faults, (cut := chosen.randrange(size)): [*job.faults.get(cut, ()), fault]}
+        job.faults = {
+            **job.faults,
+            (cut := chosen.randrange(job.shards * job.replicas)): [*job.faults.get(cut, ()), fault],
+        }
     return job
 
 

@@ -12,7 +12,9 @@ import pytest
 
 from fullshard.elastic import agreement
 from fullshard.elastic.agreement import Agreement, Chosen, Complete, Decided, Membership, Prepare, Promise, Stage
-from tests.elastic.explorer import Explorer, Limits, ViolationError
+from tests.elastic.explorer import Explorer
+from tests.elastic.invariants import ViolationError
+from tests.elastic.world import Limits
 
 #: The shard of each process, the number of shards, and that of replicas.
 COPIES = {0: 0, 1: 0, 2: 0}, 1, 3
