@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +27,14 @@ SIZE, REPLICAS = 4, 2
 
 
 def main() -> None:
+    options = parser().parse_args()
+    if options.train:
+        train(options)
+        return
+    print(described(measure_elastic(options)))
+
+
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic", description=__doc__)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
@@ -34,21 +44,41 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--train", choices=("elastic", "mesh"), help=argparse.SUPPRESS)
     parser.add_argument("--directory", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.train:
-        train(options)
-        return
+    return parser
+
+
+def measure_elastic(options: argparse.Namespace) -> dict[str, Any]:
+    """The times of a step divided by that on a mesh, the seconds from each kill to the next step, and what joining
+    costs."""
     ratios = []
     for _ in range(options.rounds):
         mesh, elastic = (step_of(run(options, kind)) for kind in ("mesh", "elastic"))
         ratios.append(elastic / mesh)
-        print(f"a step: mesh {mesh * 1e3:.1f} ms, elastic {elastic * 1e3:.1f} ms", flush=True)
-    if ratios:
-        print(f"steady cost: {statistics.median(ratios):.3f} of a step ({min(ratios):.3f} to {max(ratios):.3f})")
-    kills = sorted(recovery(options) for _ in range(options.kills))
-    if kills:
-        print(f"from a kill to the next step: {' '.join(f'{each:.3f}' for each in kills)} s, beyond a usual step")
-    print("while a process joins: a step takes {:.2f} of the usual time; {:.1f} MiB of state".format(*joining(options)))
+    kills = [recovery(options) for _ in range(options.kills)]
+    slower, mebibytes = joining(options) if options.rounds else (math.nan, math.nan)
+    course = sorted(kills)[len(kills) // 2][1] if kills else {}
+    return {
+        "steady": ratios,
+        "recoveries": sorted(each for each, _ in kills),
+        "course": course,
+        "joining": slower,
+        "joining MiB": mebibytes,
+    }
+
+
+def described(found: Mapping[str, Any]) -> str:
+    lines = []
+    if steady := found["steady"]:
+        lines.append(f"steady cost: {statistics.median(steady):.3f} of a step ({min(steady):.3f} to {max(steady):.3f})")
+        lines.append(
+            f"while a process joins: a step takes {found['joining']:.2f} of the usual time; {found['joining MiB']:.1f} "
+            "MiB of state"
+        )
+    if kills := found["recoveries"]:
+        lines.append(
+            f"from a kill to the next step: {' '.join(f'{each:.3f}' for each in kills)} s, beyond a usual step"
+        )
+    return "\n".join(lines)
 
 
 def start(options: argparse.Namespace, kind: str, rank: int, port: int, directory: str) -> subprocess.Popen[str]:
@@ -79,22 +109,23 @@ def step_of(said: list[list[dict[str, Any]]]) -> float:
     return statistics.median(after - before for before, after in pairwise(ends[3:]))
 
 
-def recovery(options: argparse.Namespace) -> float:
-    """Seconds from a kill to the next step that another process ends, beyond the usual time of a step."""
+def recovery(options: argparse.Namespace) -> tuple[float, dict[str, list[float]]]:
+    """Seconds from a kill to the next step that another process ends, beyond the usual time of a step; and when each
+    process has ended its steps, in seconds from the kill."""
     processes = started(options, "elastic")
     victim = random.randrange(SIZE)
     lines = processes[victim].stdout
     assert lines is not None
-    for _ in range(options.steps // 2):
-        lines.readline()
+    ends = [json.loads(lines.readline())["end"] for _ in range(options.steps // 2)]
     time.sleep(random.random() * 0.3)
     processes[victim].send_signal(signal.SIGKILL)
     killed = time.time()
-    said = [read(process) for at, process in enumerate(processes) if at != victim]
-    ends = sorted(each["end"] for one in said for each in one)
-    usual = step_of(said)
-    later = [end for end in ends if end > killed + usual / 2]
-    return max(0.0, later[0] - killed - usual) if later else float("nan")
+    said = [read(process) for process in processes]
+    said[victim][:0] = [{"end": end} for end in ends]
+    usual = step_of([one for at, one in enumerate(said) if at != victim])
+    later = [each["end"] for one in said for each in one if each["end"] > killed + usual / 2]
+    course = {str(at): [each["end"] - killed for each in one] for at, one in enumerate(said)}
+    return max(0.0, min(later) - killed - usual) if later else math.inf, course
 
 
 def joining(options: argparse.Namespace) -> tuple[float, float]:
@@ -114,7 +145,13 @@ def joining(options: argparse.Namespace) -> tuple[float, float]:
         newcomer = start(options, "elastic", SIZE, 1, directory)
         os.sched_setaffinity(0, {*cores, last})
         said = [read(process) for process in processes]
+        try:
+            newcomer.wait(20)  # longer, if it found no job
+        except subprocess.TimeoutExpired:
+            newcomer.kill()
         news = read(newcomer)
+    if not news:
+        return math.nan, math.nan
     fetched, ends = news[0]["fetched"], [*before, *(each["end"] for each in said[0])]
     if not news[1:]:
         return float("nan"), news[0]["bytes"] / 2**20

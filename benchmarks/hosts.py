@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from tests.hosts.hosts import INTERFACE, Hosts, HostsError
+from tests.hosts.hosts import INTERFACE, Hosts, HostsError, why_impossible
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -119,6 +119,25 @@ def take_turns(work: Work, rounds: int, names: list[str]) -> dict[str, tuple[lis
     for number in range(rounds):
         for name in random.Random(number).sample(names, len(names)):
             found[name][0].append(trainers[name].step(number))
+    return found
+
+
+def measure_hosts(work: Work, counts: list[int], rate: str, rounds: int) -> dict[str, Any]:
+    """Two hosts with each of some numbers of ranks: by contender the seconds of steps, and what a card sends in one, in
+    bytes of all parameters. ``why`` says it if hosts cannot be made here."""
+    found: dict[str, Any] = {"hosts": 2, "rate": rate, "ranks": {}}
+    if why := why_impossible():
+        return {**found, "why": why}
+    names = [DDP, FSDP2, "zero_stage=3"]
+    for count in counts:
+        every = run_on_hosts(2, count, rate)(take_turns, 2 * count, work, rounds, names)
+        found["ranks"][count] = {
+            name: {
+                "wall": [max(step) for step in zip(*(rank[name][0] for rank in every), strict=True)],
+                "sent": max(rank[name][1] for rank in every) / work.model_bytes,
+            }
+            for name in names
+        }
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,17 @@ def facts() -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
+        "commit": _commit(),
     }
+
+
+def _commit() -> str:
+    """The commit of this checkout, with a + if files differ from it; empty outside of one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=10", "--dirty=+"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 class Watch:

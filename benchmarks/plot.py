@@ -52,6 +52,53 @@ def draw(results: Results, file: Path) -> None:
     pyplot.close(figure)
 
 
+def draw_decision(results: Results, file: Path) -> None:
+    """Write the picture of what decides: time of a step and bytes between hosts, and how a job survives a kill."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    hosts, course = results.get("hosts", {}).get("ranks"), results.get("elastic", {}).get("course")
+    if not hosts or not course:
+        return
+    figure, (times, sent, steps) = pyplot.subplots(1, 3, figsize=(13, 3.4))
+    alone = results["communication W=2"]["contenders"]
+    found = {"1 host\n2 ranks": {name: ratio(alone, "wall", name, "DDP")[0] for name in ("torch FSDP2", "fullshard")}}
+    for count, each in hosts.items():
+        found[f"2 hosts\n{2 * count} ranks"] = {
+            own: ratio(each, "wall", name, "DDP")[0]
+            for own, name in (("torch FSDP2", "FSDP2"), ("fullshard", "zero_stage=3"))
+        }
+    for number, name in enumerate(("torch FSDP2", "fullshard")):
+        look, places = _of(name, _LOOKS, Look(WHITE)), [at + 0.4 * number - 0.2 for at in range(len(found))]
+        bars = times.bar(places, [each[name] for each in found.values()], 0.38, label=name, **look.bar)
+        times.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+    times.axhline(1, color=BLACK, linestyle=":", linewidth=1)
+    times.text(len(found) - 0.45, 1.03, "DDP", ha="right", fontsize=8)
+    times.set_xticks(range(len(found)), list(found), fontsize=8)
+    times.set(title="Time of a step / DDP's", ylim=(0, None))
+    times.legend(frameon=False, fontsize=8)
+    for name, own in (("FSDP2", "torch FSDP2"), ("DDP", "DDP"), ("zero_stage=3", "fullshard")):
+        look, line = _of(own, _LOOKS, Look(WHITE)), _of(own, _MARKERS, "o-")
+        values = [each[name]["sent"] for each in hosts.values()]
+        sent.plot([*hosts], values, line, label=own, color=look.color, markeredgecolor=BLACK, linewidth=2)
+    sent.set(title="Bytes a host's card sends in a step, 2 hosts", xlabel="ranks on each host")
+    sent.set(ylabel="bytes / those of all parameters", ylim=(0, None), xticks=[*hosts])
+    sent.legend(frameon=False, fontsize=8)
+    for process, (ends, color) in enumerate(zip(course.values(), (ORANGE, SKY, BLUE, VERMILION), strict=False)):
+        steps.plot(ends, range(1, len(ends) + 1), ".-", color=color, label=f"process {process}")
+    steps.axvline(0, color=BLACK, linestyle=":", linewidth=1)
+    steps.annotate("killed", (0, 1), xycoords=("data", "axes fraction"), xytext=(4, -12), textcoords="offset points")
+    steps.set(title="One of four processes is killed", xlabel="seconds from the kill", ylabel="steps ended")
+    steps.legend(frameon=False, fontsize=8, loc="lower right")
+    for axis in (times, sent, steps):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout(w_pad=2)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
 def _panels(results: Results) -> list[Callable[[Any], None]]:
     panels: list[Callable[[Any], None]] = []
     for name, found in results.items():

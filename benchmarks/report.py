@@ -49,6 +49,8 @@ _TITLES = {
     "checkpoint": "Checkpoints",
     "saves": "Saves and loads beside raw writes and reads",
     "checks": "Checks",
+    "hosts": "Several hosts",
+    "elastic": "Elastic jobs",
 }
 
 
@@ -88,7 +90,8 @@ def parts(results: Results) -> dict[str, str]:
         ("padding", _padding),
         ("initialisation", _initialisation),
     )
-    for name, make in (*tables, *others, ("checkpoint", _checkpoint), ("saves", _saves), ("checks", _checks)):
+    last = (("saves", _saves), ("checks", _checks), ("hosts", _hosts), ("elastic", _elastic))
+    for name, make in (*tables, *others, ("checkpoint", _checkpoint), *last):
         if name in results:
             made[name] = lambda name=name, make=make: make(results[name])  # type: ignore[misc]
     return {name: "\n".join(make()) for name, make in made.items()}
@@ -98,7 +101,8 @@ def _machine(results: Results, steps: Results) -> Iterator[str]:
     facts, watch = results["machine"], results.get("watch")
     yield (
         f"{facts['processor']}, {facts['cores']} cores, {facts['system']}, Python {facts['python']}, torch "
-        f"{facts['torch']}. fp32, gloo, one thread a rank, all ranks on this machine.\n"
+        f"{facts['torch']}, commit {facts.get('commit') or 'unknown'}. fp32, gloo, one thread a rank, all ranks on "
+        "this machine.\n"
     )
     if results.get("quick"):
         yield "**A quick run, at sizes at which no number means anything.**\n"
@@ -456,6 +460,39 @@ def _checks(found: Any) -> Iterator[str]:
         for transport, each in found["steps"].items()
     ]
     yield _table(rows, ["", "with checks, wall", "CPU", "and detect_nan, wall", "CPU"])
+
+
+def _hosts(found: Any) -> Iterator[str]:
+    if "why" in found:
+        yield f"Not measured: {found['why']}\n"
+        return
+    yield (
+        f"{found['hosts']} hosts with {found['rate']} between them, namespaces on this machine. *Bytes* are those that "
+        "the card of a host sends in a step, in P. 8 blocks of width 512, 16 tokens a rank, SGD.\n"
+    )
+    rows = [
+        [
+            f"{count}",
+            name.replace("zero_stage=3", "fullshard"),
+            f"{each['sent']:.2f}",
+            *(_ratio(ratio(contenders, "wall", name, other)) for other in ("DDP", "FSDP2")),
+        ]
+        for count, contenders in found["ranks"].items()
+        for name, each in contenders.items()
+    ]
+    yield _table(rows, ["ranks a host", "", "bytes, P", "wall / DDP", "/ FSDP2"])
+
+
+def _elastic(found: Any) -> Iterator[str]:
+    kills = found["recoveries"]
+    yield (
+        "Two replicas of two shards, four processes. *Steady*: a step, over one on a mesh of two replicas. "
+        "*Recovery*: from a kill to the next step that another process ends, beyond a usual step. *Joining*: a step "
+        f"while a new process, on its own core, loads {found['joining MiB']:.0f} MiB and begins, over a usual one.\n"
+    )
+    median, most = middle(kills), max(kills)
+    row = [_ratio(spread(found["steady"])), f"{median:.2f} s; most of {len(kills)} kills {most:.2f} s"]
+    yield _table([[*row, f"{found['joining']:.2f}"]], ["steady", "recovery", "joining"])
 
 
 def _table(rows: list[list[Any]], headers: list[str]) -> str:

@@ -25,14 +25,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import machine, page
 from benchmarks.checkpoint import measure_checkpoint
 from benchmarks.checks import measure_checks
+from benchmarks.elastic import measure_elastic
+from benchmarks.elastic import parser as elastic_options
 from benchmarks.exchanges import measure_exchanges
 from benchmarks.group import measure_group
 from benchmarks.host import measure_host
+from benchmarks.hosts import WORK, measure_hosts
 from benchmarks.initialisation import measure_initialisation
 from benchmarks.launches import LARGE_TRANSFORMER, TRANSFORMER, measure_launches
 from benchmarks.memory import measure_memory, measure_padding, measure_peaks
 from benchmarks.models import BLOCKS, COMMUNICATION, COMPUTE, REALISTIC, SAVED, TINY
 from benchmarks.optimizer import measure_optimizer
+from benchmarks.plot import draw_decision
 from benchmarks.report import parts, read, save
 from benchmarks.saves import measure_saves
 from benchmarks.steps import measure_steps
@@ -52,6 +56,8 @@ NAMES = (
     "checkpoint",
     "saves",
     "checks",
+    "hosts",
+    "elastic",
 )
 
 
@@ -66,6 +72,11 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
     stored = {"small": (4, 64)} if quick else stored
     small: list[int | str]
     simulated, small = ([2], [4, TRANSFORMER]) if quick else ([2, 8, 64], [4, 8, 32, TRANSFORMER, LARGE_TRANSFORMER])
+    elastic = elastic_options().parse_args(
+        ["--rounds=1", "--kills=1", "--blocks=2", "--width=64", "--steps=400"]
+        if quick
+        else [f"--rounds={rounds}", "--kills=20"]
+    )
     ranks = [2] if quick else [2, 3, 4, 6, 8] if full else [2, 3, 6]
     return {
         "communication": {
@@ -88,6 +99,10 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
         "checkpoint": {"checkpoint": lambda: measure_checkpoint(saved, 2, fewest)},
         "saves": {"saves": lambda: measure_saves(stored, 2, few)},
         "checks": {"checks": lambda: measure_checks(communication, 2, 8 * rounds, 2.0 if quick else 20.0)},
+        "hosts": {
+            "hosts": lambda: measure_hosts(TINY if quick else WORK, [1] if quick else [1, 2, 4], "1gbit", rounds)
+        },
+        "elastic": {"elastic": lambda: measure_elastic(elastic)},
     }
 
 
@@ -131,6 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.docs:
         left = page.update(options.docs, parts(results))
         options.docs.with_suffix(".json").write_text(json.dumps(results) + "\n")
+        draw_decision(results, options.docs.parent.parent / "pictures/speed.png")
         print(f"{options.docs} has the tables" + (f"; no marks for {', '.join(left)}" if left else ""))
     return 0
 

@@ -136,12 +136,16 @@ def complaints(job: Job, result: Result) -> list[str]:
     for rank, (status, said) in enumerate(zip(result.statuses, result.said, strict=True)):
         signals = [each["fault"][2] for each in said if "fault" in each]
         allowed = {0} | {-9 for each in signals if each == "SIGKILL"} | {-19 for each in signals if each == "SIGSTOP"}
+        if signals.count("SIGTERM") > 1:  # the second ends it
+            allowed |= {-15}
         if gave_up or rank >= size:  # a process may be too late to join
             allowed |= {3}
         if rank >= size and not said:  # it finds no job, and waits for a launcher
             allowed |= {-9}
         if status not in allowed:
-            found.append(f"process {rank} ended with {status}: {result.errors[rank][-1500:]}")
+            error = result.errors[rank]
+            error = error[error.find("Current thread") :][:2000] if "Current thread" in error else error[-1500:]
+            found.append(f"process {rank} ended with {status}: {error}")
     if cut.part_of:
         return found + complaints_of_cut(job, result, cut)
     if gave_up and any(each["step"] == job.steps for each in result.ends()):

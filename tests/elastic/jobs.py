@@ -102,7 +102,8 @@ class Result:
 
 
 def run(job: Job, limit: float = 90.0) -> Result:
-    """Runs a job to its end. Processes that are left after ``limit`` seconds are killed, and have the status -9."""
+    """Runs a job to its end. Processes that are left after ``limit`` seconds tell where their threads are, are killed,
+    and have the status -9."""
     with ExitStack() as made:
         directory = made.enter_context(tempfile.TemporaryDirectory())
         hosts = made.enter_context(Hosts(max(2, len({*job.hosts})))) if job.has_network else ()
@@ -122,6 +123,10 @@ def run(job: Job, limit: float = 90.0) -> Result:
             trained = [each for rank, each in enumerate(processes) if rank < size or _read(f"{directory}/{rank}.out")]
             if not any(_runs(each) for each in trained):  # a process that is new finds no job, and waits for a launcher
                 deadline = min(deadline, time.monotonic() + 8)
+        running = [process for process in processes if _runs(process)]
+        for process in running:
+            os.kill(process.pid or 0, signal.SIGUSR2)
+        time.sleep(1 if running else 0)
         statuses = [_end(process) for process in processes]
         outputs = [_lines(f"{directory}/{rank}.out") for rank in range(len(processes))]
         errors = [_read(f"{directory}/{rank}.err") for rank in range(len(processes))]
@@ -135,14 +140,10 @@ def _ended_early(process: ForkServerProcess, output: str, steps: int) -> bool:
 
 
 def _end(process: ForkServerProcess) -> int:
-    """The status of a process. One that still runs tells where its threads are, and is killed."""
+    """The status of a process, which is killed if it still runs."""
     assert process.pid is not None
     is_stopped = _state(process) == "T"
-    if process.is_alive():
-        if not is_stopped:
-            os.kill(process.pid, signal.SIGUSR2)
-            time.sleep(1)
-        process.kill()
+    process.kill()
     process.join()
     return -signal.SIGSTOP if is_stopped else process.exitcode or 0
 

@@ -13,9 +13,9 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
@@ -116,7 +116,7 @@ class Connections:
             self._is_open = False
             self._changed.notify_all()
         for outgoing in [*self._outgoing.values()]:
-            outgoing.put(_END)
+            outgoing.put(_GOODBYE)
         deadline = time.monotonic() + 3 * _BEAT  # one that is stopped reads nothing
         for writer in self._writers:
             writer.join(max(0.0, deadline - time.monotonic()))
@@ -144,9 +144,8 @@ class Connections:
                 self._serve(said[0], said[1], said[2], connection)
 
     def _serve(self, process: int, address: Address, host: str, connection: Connection) -> None:
-        with socket.socket(fileno=connection.fileno()) as found:
+        with _socket_of(connection) as found:
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            found.detach()
         self._heard[process], self.addresses[process], self.host_of[process] = time.monotonic(), address, host
         outgoing = self._outgoing[process] = queue.SimpleQueue()
         self._start(self._read, "read", process, connection)
@@ -213,10 +212,20 @@ class Connections:
         with suppress(OSError, ValueError):
             while (message := outgoing.get()) is not _END:
                 connection.send(message)
-            connection.send(_GOODBYE)
-            with socket.socket(fileno=connection.fileno()) as found:
+                if message is _GOODBYE:
+                    break
+            with _socket_of(connection) as found:
                 found.shutdown(socket.SHUT_WR)
-                found.detach()
+
+
+@contextmanager
+def _socket_of(connection: Connection) -> Iterator[socket.socket]:
+    """The socket of a connection, which stays open."""
+    found = socket.socket(fileno=connection.fileno())
+    try:
+        yield found
+    finally:
+        found.detach()
 
 
 def ask(address: Address, key: bytes, patience: float) -> Any:
