@@ -29,10 +29,13 @@ MISTAKES = {
 }
 
 
-def test_the_page_shows_them() -> None:
-    shown = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert sorted(shown) == sorted(file.read_text() for file in RECIPES)
-    assert all(len(text.splitlines()) <= 40 for text in shown)
+def test_the_page_shows_each_as_it_is_or_links_to_it() -> None:
+    page = PAGE.read_text()
+    shown = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    linked = re.findall(r"\]\(\.\./\.\./examples/testing/(\w+\.py)\)", page)
+    assert sorted(shown) == sorted(file.read_text() for file in RECIPES if file.name not in linked)
+    assert {*linked} <= {file.name for file in RECIPES}
+    assert all(len(file.read_text().splitlines()) <= 40 for file in RECIPES)
 
 
 @pytest.mark.slow
