@@ -28,7 +28,9 @@ NOT_COMPARABLE = {"BatchNorm"}
 def models_of(code: str) -> dict[str, nn.Module]:
     """Run the code of a recipe, and find its models."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(code, str(PAGE), "exec"), names)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(PAGE.parents[1])  # it imports its model from tiny_model
+        exec(compile(code, str(PAGE), "exec"), names)
     return {name: each for name, each in names.items() if isinstance(each, nn.Module)}
 
 
