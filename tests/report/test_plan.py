@@ -146,6 +146,7 @@ def test_a_plan_reads_as_tables() -> None:
     assert "Transformer on 2 ranks ('p2p') in 1.0 GiB each: needs 1.0 MiB, and 500 ms" in text
     assert "2: blocks.0, blocks.3" in text
     assert "2: blocks.2, (root)" in text
+    assert "3 (2 with 1 module, 1 with 2 modules)" in text
     assert text.split("recompute one more block")[1].split()[:5] == ["1.0", "MiB", "250", "ms", "Assumed:"]
 
 

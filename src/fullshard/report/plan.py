@@ -243,9 +243,10 @@ class Plan:
 
     def __str__(self) -> str:
         whole = [group for group in self.groups if not group.reshards]
-        sizes = Counter(len(group.modules) for group in self.groups)
+        sizes = sorted(Counter(len(group.modules) for group in self.groups).items())
+        of_size = [f"{count} with {counted(size, 'module')}" for size, count in sizes]
         rows = [
-            ["groups", f"{len(self.groups)}, of {', '.join(counted(size, 'module') for size in sorted(sizes))}"],
+            ["groups", f"{len(self.groups)} ({', '.join(of_size)})"],
             ["stage", str(self.zero_stage)],
             ["whole after forward", f"{len(whole)}: {_names([name for each in whole for name in each.modules])}"],
             ["recomputed", f"{len(self.recomputed)}: {_names(self.recomputed)}"],
