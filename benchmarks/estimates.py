@@ -1,4 +1,4 @@
-"""What ``fullshard.explain`` predicts beside what is measured: the tables of ``docs/how-to/explain.md``.
+"""What ``fullshard.explain`` predicts beside what is measured, which ``docs/how-to/explain.md`` sums up.
 
     python -m benchmarks.estimates             # the time of a step
     python -m benchmarks.estimates memory      # the peaks of its memory, as the kernel counts them

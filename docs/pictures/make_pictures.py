@@ -2,7 +2,8 @@
 
     python docs/pictures/make_pictures.py
 
-Needs matplotlib and transformers. Each table stands in the page after a line ``<!-- NAME -->``.
+Needs matplotlib and transformers. Each table stands in the page between ``<!-- begin NAME -->`` and
+``<!-- end NAME -->``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def example() -> nn.Module:
 
 
 def explained() -> Explanation:
-    """What the page shows of the example."""
+    """The explanation of the example."""
     batch = torch.empty(8, 129, dtype=torch.long, device="meta")
     return fullshard.explain(example, ranks=4, batch=batch, loss=_EXAMPLE["loss_of"], device_memory="80GB")
 
@@ -108,15 +109,16 @@ def draw_memory(file: Path) -> None:
 
 
 def shown(name: str, text: str, page: str) -> str:
-    """``page`` with another text in the block that follows the line of ``name``."""
-    changed, count = re.subn(rf"(<!-- {name} -->\n\n```\n).*?(```)", rf"\g<1>{text}\n\g<2>", page, flags=re.DOTALL)
+    """``page`` with another text in the block of ``name``."""
+    part = rf"(<!-- begin {name} -->\n\n```\n).*?(```\n\n<!-- end {name} -->)"
+    changed, count = re.subn(part, rf"\g<1>{text}\n\g<2>", page, flags=re.DOTALL)
     assert count == 1, f"the page has {count} places for {name}"
     return changed
 
 
 def shortened(text: str) -> str:
-    """The paragraphs of an explanation that the page shows of a large model."""
-    starts = ("Llama", "Activations", "Fits")
+    """The paragraphs of the example's explanation that the page shows."""
+    starts = ("GPT", "group", "Memory", "Fits", "a step")
     return "\n\n".join(paragraph for paragraph in text.split("\n\n") if paragraph.startswith(starts))
 
 
@@ -124,12 +126,11 @@ def main() -> None:
     draw_memory(PICTURES / "memory.png")
     page, small = PAGE.read_text(), explained()
     small.picture(PICTURES / "groups.png")
-    page = shown("example", str(small), page)
-    large = fullshard.explain(llama, ranks=1024, batch=tokens(), device_memory="80GB")
+    page = shown("example", shortened(str(small)), page)
+    large = fullshard.explain(llama, ranks=1024, batch=tokens())
     network = {"bandwidth": 150e9, "ranks_per_node": 8, "node_bandwidth": 400e9, "latency": 5e-6}
     estimate = large.estimate(peak_flops=989e12, efficiency=0.5, **network)  # type: ignore[arg-type]
-    page = shown("llama", f"{shortened(str(large))}\n\n{estimate_text(estimate)}", page)
-    PAGE.write_text(page)
+    PAGE.write_text(shown("llama", estimate_text(estimate), page))
 
 
 if __name__ == "__main__":
