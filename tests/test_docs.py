@@ -2,8 +2,9 @@
 
 A page is read as text with code in it: blocks marked ``python``, and set-up between ``<!-- python`` and ``-->`` that
 readers of the rendered page do not see. What stands before the first ``##`` heading belongs to every section of the
-page; a section is then one program, run on two ranks or on as many as ``<!-- ranks: 4 -->`` in it says. Lines keep
-their numbers, so that a traceback names the line of the page.
+page; a section is then one program, run on two ranks or on as many as ``<!-- ranks: 4 -->`` in it says. The tutorial is
+one program. Lines keep their numbers, so that a traceback names the line of the page. A program runs in a directory of
+its own.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ def prose_of(text: str) -> str:
 
 def sections_of(page: Path) -> dict[str, str]:
     """The sections of a page by heading, each with what stands before the first, at the lines where they stand."""
+    if page.stem == "tutorial":
+        return {"": page.read_text()}
     sections: dict[str, list[str]] = {"": []}
     heading, is_code = "", False
     for number, line in enumerate(page.read_text().splitlines()):
@@ -97,15 +100,16 @@ def programs() -> list[Any]:
             own = blocks - page.read_text().split("\n## ")[0].count("```python")
             if own if heading else blocks:
                 # The quick lane has other tests of what these show (tests/test_recipes.py runs recipes).
-                is_slow = page.stem in ("recipes", "fit", "several-hosts") or heading in _SLOW
+                is_slow = page.stem in ("recipes", "fit", "several-hosts", "tutorial") or heading in _SLOW
                 marks = pytest.mark.slow if is_slow else ()
                 found.append(pytest.param(page, heading, id=f"{page.stem}: {heading}", marks=marks))
     return found
 
 
-def run_program(world: World, page: str, code: str) -> None:
-    """Run the code of a page on this rank."""
+def run_program(world: World, page: str, code: str, directory: Path) -> None:
+    """Run the code of a page on this rank, in a directory."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
         # The ranks communicate with gloo: the code is to find a machine without accelerators.
         patch.setattr(torch.accelerator, "is_available", lambda: False)
         patch.syspath_prepend(str(ROOT / "docs"))  # pages import their model from tiny_model
@@ -113,26 +117,26 @@ def run_program(world: World, page: str, code: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "heading"), programs())
-def test_the_code_of_a_section_runs(rank_pool: RankPool, page: Path, heading: str) -> None:
+def test_the_code_of_a_section_runs(rank_pool: RankPool, tmp_path: Path, page: Path, heading: str) -> None:
     text = sections_of(page)[heading]
     size = int(found.group(1)) if (found := _RANKS.search(text)) else 2
     code = code_of(text)
-    check_program(rank_pool, page, code, size, fresh="destroy_process_group" in code)
+    check_program(rank_pool, page, code, tmp_path, size, fresh="destroy_process_group" in code)
 
 
 def readme_blocks() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", README.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def check_program(pool: RankPool, page: Path, code: str, size: int = 2, fresh: bool = False) -> None:
-    outcomes = pool.run(run_program, size, str(page.relative_to(ROOT)), code, fresh=fresh)
+def check_program(pool: RankPool, page: Path, code: str, directory: Path, size: int = 2, fresh: bool = False) -> None:
+    outcomes = pool.run(run_program, size, str(page.relative_to(ROOT)), code, directory, fresh=fresh)
     if any(outcome.kind != "returned" for outcome in outcomes):
         pytest.fail(failure_report(outcomes), pytrace=False)
 
 
 @pytest.mark.parametrize("number", range(len(readme_blocks())))
-def test_a_block_of_the_readme_runs(rank_pool: RankPool, number: int) -> None:
-    check_program(rank_pool, README, readme_blocks()[number], fresh=True)
+def test_a_block_of_the_readme_runs(rank_pool: RankPool, tmp_path: Path, number: int) -> None:
+    check_program(rank_pool, README, readme_blocks()[number], tmp_path, fresh=True)
 
 
 @pytest.mark.slow
