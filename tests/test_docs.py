@@ -43,7 +43,6 @@ PAGES = [README, ROOT / "CONTRIBUTING.md", *DOCS]
 
 #: Sections of pages that take longer than most.
 _SLOW = (
-    "Tied parameters",
     "torch.compile",
     "Estimate the time of a step",
     "Synchronize every few steps",
