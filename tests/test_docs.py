@@ -99,7 +99,7 @@ def programs() -> list[Any]:
             own = blocks - page.read_text().split("\n## ")[0].count("```python")
             if own if heading else blocks:
                 # The quick lane has other tests of what these show (tests/test_recipes.py runs recipes).
-                is_slow = page.stem in ("recipes", "fit", "several-hosts", "tutorial") or heading in _SLOW
+                is_slow = page.stem in ("recipes", "fit", "tutorial") or heading in _SLOW
                 marks = pytest.mark.slow if is_slow else ()
                 found.append(pytest.param(page, heading, id=f"{page.stem}: {heading}", marks=marks))
     return found
