@@ -67,6 +67,10 @@ def two_stores() -> None:
     dist.TCPStore("localhost", first.port, 1, is_master=True)
 
 
+def ask_for_too_much_shared_memory() -> None:
+    torch.UntypedStorage._new_shared(1 << 50)
+
+
 #: What torch says, and the mistake. (The launcher's own words are tested below.)
 TORCHS: dict[str, Callable[[], Any]] = {
     "EADDRINUSE": two_stores,
@@ -78,6 +82,7 @@ TORCHS: dict[str, Callable[[], Any]] = {
     "invalid python storage": save_in_safetensors,
     "is not supported for tensor subclasses": lambda: raw.sharded().scale.tolist(),
     "modified by an inplace operation": use_what_forward_left,
+    "unable to allocate shared memory": ask_for_too_much_shared_memory,
     "unsupported format string passed to DTensor": raw.print_a_norm,
 }
 #: From torch 2.15 on, it loses what is assigned to elements of a sharded tensor.
