@@ -53,7 +53,7 @@ def test_the_medians_of_pairs_are_told_with_their_units() -> None:
     (check,) = _judge(pairs_of(6), [fact(rank) for rank in range(6)])
     assert check.result == "ok"
     assert check.text.splitlines()[0] == (
-        "All pairs of ranks reach each other: in the median in 100 us and by 2.00 GB/s."
+        "All pairs of ranks reach each other: median latency 100 us, median bandwidth 2.00 GB/s."
     )
     (check,) = _judge(pairs_of(6), [fact(rank) for rank in range(60)])
     assert check.text.startswith("15 of 1770 pairs of ranks reach each other: ")
@@ -79,9 +79,11 @@ def test_pairs_of_a_host_are_compared_with_each_other_and_so_are_those_between_h
     between, inside = _judge(pairs_of(4) | apart, every)
     assert between.result == inside.result == "ok"
     said, _, matrix = between.text.partition("\n")
-    assert said == "All pairs of ranks on different hosts reach each other: in the median in 1 ms and by 0.10 GB/s."
+    figures = "median latency 1 ms, median bandwidth 0.10 GB/s."
+    assert said == f"All pairs of ranks on different hosts reach each other: {figures}"
     assert (matrix.count("2.00"), matrix.count("0.10")) == (2 * 2, 2 * 4)
-    assert inside.text == "All pairs of ranks of a host reach each other: in the median in 100 us and by 2.00 GB/s."
+    figures = "median latency 100 us, median bandwidth 2.00 GB/s."
+    assert inside.text == f"All pairs of ranks of a host reach each other: {figures}"
     between, _ = _judge(pairs_of(4) | apart | {(1, 2): (1e-3, 1e7)}, every)
     assert between.text.startswith("1 pairs of ranks on different hosts are slower than the others, the slowest")
 

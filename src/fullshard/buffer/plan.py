@@ -228,7 +228,7 @@ class BufferPlan:
     #: How all elements are cut as one vector, if they move as one: also those of frozen parameters, and the padding.
     whole: Cut | None = field(default=None, hash=False)
     zero_copy: tuple[int, ...] = ()  # the zero-copy parameters, in the order of shards, where they come last
-    is_messages: bool = False  # whether the full buffer has the shards of all ranks end to end, but what is zero-copy
+    is_messages: bool = False  # whether the full buffer is all ranks' shards end to end, without zero-copy parameters
 
     @property
     def end(self) -> int:

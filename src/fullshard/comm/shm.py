@@ -222,7 +222,7 @@ class SharedReduceRoute(PieceRoute):
     """The parts of some buffers that this rank adds up."""
 
     staging = sent = 0
-    _beside = 0  # the last sections, whose values of this rank are not in its slot but in its shards
+    _beside = 0  # the number of last sections for which this rank's values are in its shards, not in its slot
 
     def __init__(self, transport: ShmTransport, request: Request) -> None:
         super().__init__(request)

@@ -91,10 +91,10 @@ class PieceRoute:
 
 
 class Sum:
-    """One block of a shard: the sum of the terms of all ranks, in order. One term at most is ``None``: it is in the
-    shard. A term is a piece if it is in a full buffer that is given later. ``scratch`` begins with
-    :func:`scratch_bytes` that nobody else uses meanwhile; if the third term or a later one is in the shard, with as
-    many as if it had a wider dtype."""
+    """Adds the terms of all ranks, in order, for one block of a shard. At most one term is ``None``: its values are in
+    the shard. A term is a piece if its values are in a full buffer that :meth:`write` gets. The first
+    :func:`scratch_bytes` of ``scratch`` are for this sum alone. A shard that has the third term or a later one needs
+    as much scratch as one whose dtype is not that of the sum."""
 
     def __init__(
         self, route: PieceRoute, block: Piece, terms: Sequence[torch.Tensor | Piece | None], scratch: Lease

@@ -29,7 +29,7 @@ PATIENCE = 30.0  # seconds in which a change must be decided
 _SILENCE = 30.0  # seconds after which a process that says nothing is taken for lost, unless the user says
 _ANSWER = 5.0  # seconds in which a member must answer a new process
 _POLL = 0.2  # seconds between two looks at a directory
-_MEETING = "fullshard/elastic"
+_KEYS = "fullshard/elastic"  # what the keys in the store begin with
 
 
 class ElasticError(RuntimeError):
@@ -61,11 +61,11 @@ class Entering:
     def _found_by_launcher(self) -> None:
         """Begins a job with all processes of the launcher."""
         store, rank, size = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
-        key = store_once(store, f"{_MEETING}/key", os.urandom(16).hex())
+        key = store_once(store, f"{_KEYS}/key", os.urandom(16).hex())
         self._begin_alone(rank, size)
         self._connections = self._open(bytes.fromhex(key), host_address(os.environ["MASTER_ADDR"]))
-        store.set(f"{_MEETING}/{rank}", json.dumps(self._connections.address))
-        self._found([json.loads(store.get(f"{_MEETING}/{other}")) for other in range(size)])
+        store.set(f"{_KEYS}/{rank}", json.dumps(self._connections.address))
+        self._found([json.loads(store.get(f"{_KEYS}/{other}")) for other in range(size)])
 
     def _found_by_directory(self, directory: Path, processes: int) -> None:
         """Begins a job with as many processes as the user says, or joins it, if that many others were faster."""

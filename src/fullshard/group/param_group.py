@@ -65,8 +65,8 @@ class ParamGroup(GroupContext):
         self.has_custom_communication = False
         self.users: set[Any] = set()
         self.summoned: Summoned | None = None
-        #: Whether the last forward left it unsharded although nobody asked for that. The next one gathers it again, as
-        #: the shards may have been written without a trace.
+        #: Whether the last forward left the group unsharded although the user did not ask for that. The next forward
+        #: gathers it again: an optimizer may have written the shards, which leaves no trace.
         self.stays_unasked = False
         self.was_evaluated = False  # whether a forward without a backward left its values
         self.first_values: object = None  # until the first forward, see :mod:`fullshard.first_values`

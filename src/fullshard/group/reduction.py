@@ -242,7 +242,7 @@ class PendingReduction:
     _reductions: Reductions
     _drops: int  # ``Reductions.drops`` when it began
     _outputs: Sequence[torch.Tensor] = ()
-    _parts: Sequence[Part] = ()  # as which parameters' gradients lie in the outputs
+    _parts: Sequence[Part] = ()  # which parameters' gradients the outputs contain
     _pending: Pending | None = None
 
     def start(self) -> Pending:

@@ -396,8 +396,8 @@ def _judge_pairs(found: dict[tuple[int, int], tuple[float, float]], every: int, 
     """Checks the latencies (in seconds) and bandwidths (in bytes each second) of pairs of ranks, of ``every`` ones."""
     latency, bandwidth = (median(times[index] for times in found.values()) for index in (0, 1))
     which = "All pairs" if len(found) == every else f"{len(found)} of {every} pairs"
-    text = f"{which} of ranks {where}reach each other: in the median in {seconds_text(latency)} and by "
-    text += f"{bandwidth / 1e9:.2f} GB/s."
+    text = f"{which} of ranks {where}reach each other: median latency {seconds_text(latency)}, "
+    text += f"median bandwidth {bandwidth / 1e9:.2f} GB/s."
     slow = [pair for pair, t in found.items() if t[1] * _SLOW < bandwidth or t[0] > max(_FINE, _SLOW * latency)]
     if not slow:
         return Check("network", "ok", text)

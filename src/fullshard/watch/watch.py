@@ -292,7 +292,7 @@ class Watch:
         missing = [rank for rank in needed or self._mine.waits_for if rank not in reports]
         if missing:
             nothing = f"may have ended ({GONE})" if self._store.has_gone else "has not sharded anything yet"
-            nothing += ", or has no watch"
+            nothing += ", or runs with FULLSHARD_CHECKS=0"
             if self._store.is_silent and not self._store.has_gone:
                 nothing = "has not reported: the store does not answer, perhaps because its process, rank 0, is stopped"
             states[0, f" {nothing}"] = missing

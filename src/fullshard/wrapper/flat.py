@@ -343,8 +343,8 @@ class FlatGroup(ParamGroup):
     module_params_class = FlatModuleParameters
 
     def reshard_after_forward(self) -> None:
-        """Like any group. But modules show the sharded parameters if each rank holds them whole, or if nobody asked for
-        whole ones."""
+        """Reshards like any group. But modules show the sharded parameters if each rank holds them whole, or if the
+        user did not ask for whole ones."""
         super().reshard_after_forward()
         if self.data.shard_group is None or self.stays_unasked:
             self.leave_unsharded()
