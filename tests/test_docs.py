@@ -296,6 +296,14 @@ def test_what_the_reference_shows_has_a_docstring() -> None:
         assert not [line for line in returned if ": " in line], path
 
 
+def test_a_traceback_shows_the_path_from_which_users_import_an_error() -> None:
+    errors = {path: found for path in documented() if isinstance(found := public_object(path), type)}
+    errors = {path: found for path, found in errors.items() if issubclass(found, Exception)}
+    assert "fullshard.PeerFailureError" in errors
+    shown = {path: f"{found.__module__}.{found.__qualname__}" for path, found in errors.items()}
+    assert shown == {path: path for path in errors}
+
+
 def test_a_docstring_names_every_parameter() -> None:
     wrong = []
     for path in (*functions(), *constructed()):

@@ -89,6 +89,19 @@ def test_communication_interfaces_take_the_arguments_of_torchs(name: str) -> Non
         assert described[0] == described[1]
 
 
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (fullshard.WirePolicy(), "fullshard.WirePolicy"),
+        (fullshard.MixedPrecision(), "fullshard.MixedPrecision"),  # which is imported when it is asked for
+        (fullshard.checkpoint.LatestN(1), "fullshard.checkpoint.LatestN"),
+        (nn.Identity(), "torch.nn.modules.linear.Identity"),
+    ],
+)
+def test_a_message_shows_the_path_from_which_users_import_a_class(value: object, path: str) -> None:
+    assert policies.describe(value).endswith(f" (of type {path})")
+
+
 def test_communication_that_says_nothing_cannot_be_made() -> None:
     with pytest.raises(TypeError, match="abstract"):
         policies.AllGather()  # type: ignore[abstract]

@@ -32,6 +32,8 @@ class NanError(ArithmeticError):
     A rank that raises it in a step ends the step of the other ranks too.
     """
 
+    __module__ = "fullshard"
+
 
 class NanDetector:
     """Checks for values that are not finite, until it is removed or its ``with`` block ends.

@@ -12,6 +12,7 @@ import inspect
 import logging
 import os
 import re
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -393,7 +394,15 @@ def describe(obj: object) -> str:
     """Describe an object for an error message."""
     if isinstance(obj, type):
         return f"the class {obj.__qualname__} itself"
-    return f"{obj!r} (of type {type(obj).__module__}.{type(obj).__qualname__})"
+    return f"{obj!r} (of type {_public_path(type(obj))})"
+
+
+def _public_path(cls: type) -> str:
+    """The shortest path from which users can import a class, for those of fullshard."""
+    name, parts = cls.__qualname__, cls.__module__.split(".")
+    packages = [".".join(parts[:count]) for count in range(1, len(parts) + 1)] if parts[0] == "fullshard" else []
+    found = (each for each in packages if getattr(sys.modules[each], name, None) is cls)
+    return f"{next(found, cls.__module__)}.{name}"
 
 
 def expect(holds: bool, name: str, found: object, expected: str, error: type[Exception] = TypeError) -> None:

@@ -235,7 +235,7 @@ def test_an_error_of_the_user_keeps_its_traceback(monkeypatch: pytest.MonkeyPatc
         with pytest.raises((PeerFailureError, Fault)) as raised:
             program()
         sys.excepthook(raised.type, raised.value, raised.tb)
-    assert printed[0] == "fullshard.comm.waits.PeerFailureError: lost rank 1\n"
+    assert printed[0] == "fullshard.PeerFailureError: lost rank 1\n"
     assert "in raise_from_loss" in printed[1]
     assert "in lose_rank_in_handler" in printed[2]
     for said in printed:

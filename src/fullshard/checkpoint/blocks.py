@@ -45,12 +45,16 @@ def printable(text: str) -> str:
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read. The message may contain names from an untrusted file."""
 
+    __module__ = "fullshard.checkpoint"
+
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class CorruptCheckpointError(CheckpointError):
     """A checkpoint is incomplete or was changed after it was written. The message names the file and the tensor."""
+
+    __module__ = "fullshard.checkpoint"
 
 
 @contextlib.contextmanager

@@ -23,10 +23,10 @@ Works = Iterable[dist.Work | None]  # collectives that were started
 
 
 class PeerFailureError(RuntimeError):
-    """Another rank has ended, hangs or runs something else, so that what this rank waits for will not come.
+    """Another rank has ended, hangs or runs something else, so that what this rank waits for will not come. It names
+    that rank, its process, its step and the group. The process group cannot be used any more: end the job."""
 
-    It names that rank, its process, its step and the group. The process group cannot be used any more: end the job.
-    """
+    __module__ = "fullshard"
 
 
 class Wait(NamedTuple):

@@ -45,6 +45,8 @@ class DiskError(OSError):
     The message names the directory and the parameter, and says what to do. Checkpoints are not affected.
     """
 
+    __module__ = "fullshard"
+
 
 def file_in(directory: Path, direct: bool, staging_bytes: int) -> DiskFile:
     """The file of this process in a directory, made at the first call. Raises DiskError if it cannot be made."""

@@ -35,6 +35,8 @@ _KEYS = "fullshard/elastic"  # what the keys in the store begin with
 class ElasticError(RuntimeError):
     """The job cannot go on with the processes that are left. The message says what they lack."""
 
+    __module__ = "fullshard.elastic"
+
 
 class Entering:
     """The base of a :class:`~fullshard.elastic.job.Job`: its connections, and its first membership."""

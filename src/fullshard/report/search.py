@@ -59,6 +59,8 @@ class DoesNotFitError(ValueError):
         smallest: the bytes of the smallest memory into which a plan fits, predicted.
     """
 
+    __module__ = "fullshard"
+
     def __init__(self, message: str, smallest: int) -> None:
         super().__init__(message)
         self.smallest = smallest
