@@ -19,12 +19,12 @@ from fullshard.platforms import libc as _libc
 
 _STATUS = Path("/proc/self/statm")
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-#: The largest that glibc takes on 64 bits; larger pieces always come from the system. It raises the threshold to this
-#: by itself in a program that frees such pieces, and that of what it keeps to twice as much. So there is no way back to
-#: lower ones: a program that was told once to go by fixed thresholds would have to ask the system for every tensor.
+#: The largest mmap threshold of glibc on 64 bits: larger pieces always come from the system. By default, glibc raises
+#: its threshold up to this when a program frees such pieces, and the trim threshold to twice as much. Once a threshold
+#: is set, glibc no longer does so. So lower ones are never set again: each tensor would then come from the system.
 _LARGEST_PIECE = 32 * 2**20
 KEPT_BY_ITSELF = 2 * _LARGEST_PIECE
-SMALL_PIECE = 2**17  # where pieces of the system begin in a program that has freed none
+SMALL_PIECE = 2**17  # the mmap threshold of a program that has not freed any larger piece
 #: With any of these the user has chosen thresholds.
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 
@@ -32,7 +32,7 @@ kept = 0  # the bytes that the heap was told to keep; 0 while no tree asks for i
 _asked: dict[int, int] = {}
 _is_over = False
 _returns_at_once = False
-_beside: int | None = None  # resident bytes that were not allocated after the last return; ``None``: no bound yet
+_beside: int | None = None  # resident bytes outside of allocations, after the last return; ``None``: no bound yet
 
 
 def keep_freed(owner: object, nbytes: int) -> None:

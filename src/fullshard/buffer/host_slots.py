@@ -77,7 +77,7 @@ class HostSlotPool(SlotPool):
 
 
 class HostSlotBuffer(SlotBuffer):
-    """A full buffer in such a slot. What this rank writes to it, no other sees."""
+    """A full buffer in a host slot. No other rank sees what this rank writes to it."""
 
     _is_poisoned = False
 

@@ -56,8 +56,8 @@ def zero_copy_in(plans: Iterable[BufferPlan]) -> list[ZeroCopy]:
 
 
 def vectors(plans: Sequence[BufferPlan], joined: bool = True) -> tuple[BufferPlan, ...]:
-    """The plans of sections, and behind those that are messages a plan of each zero-copy parameter. With ``joined``,
-    messages that are shards end to end are a vector too, of which each rank has one run."""
+    """The plans of sections. If their full buffers are messages, a plan of each zero-copy parameter follows: a
+    vector. With ``joined``, a full buffer that is all shards end to end is a vector too, with a run for each rank."""
     if not any(plan.is_messages for plan in plans):
         return tuple(plans)
     packed = [plan.packed for plan in plans]

@@ -51,9 +51,9 @@ DEFAULT_LAYOUT = "even", ALIGNMENT
 CHUNK_ALIGNMENT = 4
 #: Elements of a chunk from which a parameter may be zero-copy: 256 KiB of fp32. Small ones are cheaper to copy.
 LEAST_ZERO_COPY = 2**16
-#: The same of a whole parameter where several collectives are one launch, if it is also a part of all parameters as
-#: large as one of so many. NCCL divides the bytes of a launch over about 16 channels, and gives no channel less than 32
-#: KiB: with these bounds a launch of many has the same channels as one message, and none has several to do in turn.
+#: If several collectives are one launch, a parameter may be zero-copy from so many elements on, and if it has at least
+#: 1/``MOST_TOGETHER`` of all elements. NCCL divides the bytes of a launch over about 16 channels, with at least 32 KiB
+#: for each. Within these bounds, several messages use as many channels as one, and each channel has one message.
 LEAST_TOGETHER = 2**14
 MOST_TOGETHER = 16
 
@@ -224,7 +224,7 @@ class BufferPlan:
     alignment: int
     least_zero_copy: int  # elements of a parameter from which it is large
     cuts: tuple[Cut, ...] = field(default=(), hash=False)  # of the parameters
-    shard_offsets: tuple[int, ...] = ()  # where parts begin in all shards; 0 for those with places of their own in each
+    shard_offsets: tuple[int, ...] = ()  # where each part begins in every shard; 0 if it begins elsewhere in each
     #: How all elements are cut as one vector, if they move as one: also those of frozen parameters, and the padding.
     whole: Cut | None = field(default=None, hash=False)
     zero_copy: tuple[int, ...] = ()  # the zero-copy parameters, in the order of shards, where they come last
@@ -295,11 +295,11 @@ class BufferPlan:
         return [(end, start) for end, start in edges if end < start]
 
     def over(self, ranks: int) -> BufferPlan:
-        """The same parameters where they lie, each as a vector, cut by *even* over another number of ranks."""
+        """A plan of the same full buffer. It cuts each parameter as a vector over another number of ranks (*even*)."""
         return self._evenly([ParamShape(param.name, (param.numel,)) for param in self.params], ranks)
 
     def inside(self, rank: int, parts: int) -> BufferPlan:
-        """The shard of ``rank`` as a full buffer, where each parameter's part is cut again into ``parts`` (*even*)."""
+        """A plan whose full buffer is the shard of ``rank``, and which cuts each part again into ``parts`` (*even*)."""
         held = [(cut.param, *self.locate_chunk(i, rank)) for i, cut in enumerate(self.cuts)]
         params = [replace(p, shape=shape, cuts=None, part_of=p.part_of or p.numel) for p, _, shape in held]
         starts = tuple([start for _, start, _ in held])

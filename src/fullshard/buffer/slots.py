@@ -33,7 +33,7 @@ Allocate = Callable[[int, torch.device], torch.Tensor]
 
 
 class Slot:
-    """A piece of memory and the buffer that has it, in use or no longer."""
+    """A piece of memory, and the buffer that uses it or was the last to use it."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.storage = memory.untyped_storage()
@@ -256,8 +256,8 @@ class OwnBuffer:
 class Lease:
     """A buffer that belongs to one exchange until it is given back: ``memory`` and what follows it in its storage.
 
-    Views that were made of a buffer stay right in later leases of it, also when it has grown in between, and may be
-    kept under its ``index`` among those of the Staging, which is ``-1`` for memory that comes once.
+    Views of a buffer stay valid in later leases of it, even if it has grown in between. So a route may keep them by the
+    buffer's ``index`` in the Staging. The index is -1 for memory that is leased only once.
     """
 
     give_back: Callable[[], object]  # makes it free for the next exchange

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 class Backend(NamedTuple):
-    """A backend, and whether something is true of it."""
+    """A backend, and what it can do."""
 
     name: str  # empty: a process group has none for a device
     has_messages: bool = False  # messages, from the host's memory, cost less than its collectives, which copy much
@@ -21,11 +21,11 @@ class Backend(NamedTuple):
     ends_processes: bool = False  # it may end a process that brings another size to a collective than the other ranks
     launches_together: bool = False  # several collectives are one launch
     divides: bool = False  # it can divide while it adds up
-    marks: tuple[str, ...] = ()  # one of them is in each of its errors, if these have no class of their own
+    marks: tuple[str, ...] = ()  # each of its errors contains one of them, if errors have no class of their own
 
 
 BACKENDS = {
-    # Its errors tell the place in its source, but for those of all calls after one that ran out of time.
+    # An error names a place in gloo's source, unless an earlier call has run out of time.
     "gloo": Backend("gloo", True, True, True, marks=("gloo/", "gloo\\", "Application timeout caused pair closure")),
     "nccl": Backend("nccl", launches_together=True, divides=True),
 }

@@ -340,8 +340,8 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _one_at_a_time(wait: Wait, collective: Collective, output: torch.Tensor, source: torch.Tensor) -> None:
-    """Start a collective on a device, and let its stream wait: not every backend tells several that run apart. With
-    gloo, the host waits."""
+    """Start a collective on a device, and let its stream wait for it: not every backend can tell apart several that run
+    at once. With gloo, the host waits."""
     WAITS.current = wait
     WAITS.count += 1
     try:
@@ -352,7 +352,7 @@ def _one_at_a_time(wait: Wait, collective: Collective, output: torch.Tensor, sou
 
 
 class _SumInPlace(dist.Work):
-    """A reduce-scatter of a backend whose own is an all-reduce of a copy of the ``source``, without the copy."""
+    """A reduce-scatter by an all-reduce of the ``source`` in place. The backend's own would all-reduce a copy of it."""
 
     def __init__(self, group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> None:
         super().__init__()

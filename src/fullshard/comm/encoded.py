@@ -45,7 +45,7 @@ Span = tuple[int, int]  # where something begins and ends, in bytes
 
 
 class EncodedChunk(NamedTuple):
-    """Pieces that are encoded together. Each begins on a boundary of blocks, so many numbers from the first."""
+    """Pieces that are encoded together, each with the position of its first number, which is the first of a block."""
 
     pieces: tuple[tuple[Piece, int], ...]
     numel: int

@@ -214,7 +214,7 @@ class HostsReduceRoute(SharedReduceRoute):
 
 
 class HostsSumRoute(HostsReduceRoute):
-    """The same for sums that all ranks get: hosts gather them in the slots, from which each rank copies all of them."""
+    """The route of sums that all ranks get: hosts gather the sums in their slots, and each rank copies them."""
 
     def __init__(self, transport: HostsTransport, request: Request) -> None:
         reduces, spreads = halves_of_sum(request)
@@ -269,7 +269,7 @@ def halves_of_sum(request: Request) -> tuple[Request, Request]:
 
 
 def _placed(plan: BufferPlan, shifts: Sequence[int]) -> BufferPlan:
-    """A plan of vectors with the part of each rank, in its shard, so far behind its place in the full buffer."""
+    """A plan of vectors whose parts lie, in a rank's shard, at their places in the full buffer plus a shift."""
     cuts = list[Cut]()
     for cut, shift in zip(plan.cuts, shifts, strict=True):
         parts = [(rank, *cut.chunk(rank)) for rank in range(plan.world_size)]
@@ -281,8 +281,8 @@ def _placed(plan: BufferPlan, shifts: Sequence[int]) -> BufferPlan:
 def shared_transport(
     process_group: dist.ProcessGroup, messages: PointToPointTransport, wanted: str = ""
 ) -> ShmTransport | str:
-    """The transport of a process group of which ranks share memory, or why there can be none. Every rank must make the
-    first call. ``wanted`` is the name of one, if it is to be that."""
+    """The transport of a process group some of whose ranks share memory, or the reason why there is none. All ranks
+    must make the first call together. ``wanted`` is the name of the transport to use, if the user has chosen one."""
     known, key = _known.setdefault(process_group, {}), (wanted, platforms.pretended_host)
     if key not in known:
         known[key] = _share(process_group, messages, wanted)

@@ -23,10 +23,10 @@ from fullshard.platforms import host_id, linux, ready, watched
 from fullshard.torch_private import timeout_of
 
 _log = logging.getLogger("fullshard")
-#: Seconds for which a wait only looks, and then gives the processor to others between looks, before it sleeps. The
-#: first is about what a wake-up costs; ranks that wait for longer leave their core to threads that compute.
+#: Seconds for which a wait spins, and then yields the processor between two looks, before it sleeps. To spin so long
+#: costs about as much as a wake-up; ranks that wait for longer leave their core to threads that compute.
 _LOOK, _YIELD = 20e-6, 2e-3
-#: It sleeps for a fiftieth of the time that it has waited, at least and at most so many seconds.
+#: A wait sleeps for a fiftieth of the time that it has taken, and for at least and at most so many seconds.
 _SLEEP, _LONGEST_SLEEP = 100e-6, 5e-3
 _ALIVE = 0.05  # seconds between two looks at whether the other ranks still live
 
@@ -56,11 +56,11 @@ class LocalRanks:
                 weakref.finalize(self, os.close, file)
 
     def map_together(self, segment: Segment | None, view: Segment | None = None) -> bool:
-        """Let one piece of memory, which every rank maps, take the place of what each has reserved.
+        """Replace the memory that each rank has reserved by one piece of memory, which all ranks of the host map.
 
-        Every rank must call it, and for the same size as the others of its host. What a rank has in its own parts of
-        ``segment`` is there for all afterwards, and ``view`` shows the same, and writes to it to this rank alone.
-        ``None`` is for a rank that has nothing yet. Returns whether all ranks could; if not, nothing has changed.
+        All ranks must call it, those of a host with the same size. Afterwards all ranks see what a rank had in its own
+        parts of ``segment``. They see it through ``view`` too, but only this rank sees what it writes there. A rank
+        that has reserved nothing passes ``None``. Returns whether all ranks could map it; if not, nothing has changed.
         """
         common, look, why = None, None, ""
         nbytes, process_group = segment.address.nbytes if segment is not None else 0, self.process_group()

@@ -40,9 +40,9 @@ STAGING = 8 * 2**20
 #: Bytes from which a piece gets a message of its own. A message costs about 30 us on either side, and more where its
 #: arrival stops the thread that sends another; copying so many bytes twice costs about as much.
 LARGE = 256 * 2**10
-#: Bytes of a group up to which two ranks use the backend's collectives, at a third of the cost: gloo's receiving thread
-#: spins while another thread sends to the same rank, which two that exchange little at the same moment hit nearly every
-#: time. More ranks, and larger groups, cost less by messages. Measured by ``benchmarks/exchanges.py``.
+#: Bytes of a group up to which two ranks use the backend's collectives, which then cost a third of messages. gloo's
+#: receiving thread spins while another thread sends to the same rank. That is the rule if both ranks send little at
+#: once. For more ranks, and for larger groups, messages cost less. Measured by ``benchmarks/exchanges.py``.
 SMALL = 2**18
 LEAST_STAGING = 64 * 2**10  # bytes of staging for each rank in a round, however many ranks there are
 DEPTH = 2  # rounds that are under way at once
@@ -201,7 +201,7 @@ class _PairCarrier(Carrier):
 
 
 class _MessageRoute(PieceRoute):
-    """How this rank's shards travel to all ranks, or its values of all to their owners."""
+    """The route by which this rank sends its shard to all ranks, or parts of its full buffer to their owners."""
 
     def __init__(self, request: Request, staging: int, large: int) -> None:
         super().__init__(request)
@@ -212,7 +212,7 @@ class _MessageRoute(PieceRoute):
         self.wait = Wait(what, process_group, tag, self.gathers)
         self.tag = _message_tag(self.wait)
         plans = vectors(self.plans)
-        #: The rank whose large pieces come where they are added up, before any other's but this rank's own; -1: none.
+        #: The first sender, if its large pieces are received in the shard, where the sum will be; -1 if none are.
         self.first = -1 if self.gathers or self.scratch else min(self.senders, default=-1)
         own = [piece for i, plan in enumerate(plans) for piece in plan.pieces(self.rank, i) if self.gathers]
         own = [piece for piece in own if self.writes_kept or not piece.is_kept]
@@ -223,7 +223,7 @@ class _MessageRoute(PieceRoute):
         large = min(large, capacity, *(each.numel * self.dtypes[each.section].itemsize for each in self.zero_copy))
         given, ranks = (large, capacity, direction), {self.rank, *self.senders, *self.receivers}
         every = [plan_rounds(plans, itemsizes, i, *given) if i in ranks else () for i in range(self.size)]
-        #: One after the other, and by the rank whose own values are sent by it (gather) or to it, if it exchanges any.
+        #: Each round has an entry for each owner: the rank whose values travel (gather), or that receives them.
         self._rounds = list(zip_longest(*every, fillvalue=Round()))
         self._turn = max(map(self._round_bytes, self._rounds), default=0)
         self.staging = self.scratch + min(DEPTH, len(self._rounds)) * self._turn
@@ -232,7 +232,7 @@ class _MessageRoute(PieceRoute):
         self._bound: dict[int, list[_BoundRound]] = {}
 
     def start(self, shards: Shards = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor) -> Pending:
-        """An exchange in staging of its own; its rounds there are the same ones in every step."""
+        """Start an exchange in a lease of staging. Its rounds are made once for each lease."""
         lease = SHARED.lease(self.staging, CPU) if self.staging else NO_LEASE
         rounds = self._bound.get(lease.index) or self._bind(lease)
         if self.zero_copy:
@@ -306,8 +306,8 @@ class _MessageRoute(PieceRoute):
         return bound
 
     def _sum(self, piece: Piece, block: Piece, offset: int, lease: Lease, starts: dict[int, int | None]) -> Sum:
-        """The sum of a block of a piece over the ranks. The values of another lie ``offset`` bytes into its staging or,
-        if it has no start there, in the shard."""
+        """The sum of a block of a piece over the ranks. The values of another rank lie ``offset`` bytes after its start
+        in staging; they lie in the shard if it has no start."""
         offset += (block.shard_start - piece.shard_start) * self.dtypes[piece.section].itemsize
         terms: list[torch.Tensor | Piece | None] = []
         for rank in self.in_order:

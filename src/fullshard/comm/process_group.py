@@ -72,7 +72,7 @@ def gather_objects(mine: Any, process_group: dist.ProcessGroup | None) -> list[A
 
 
 def _gather(mine: bytes, nbytes: int, process_group: dist.ProcessGroup | None) -> map[bytes]:
-    """What each rank has, ``nbytes`` with zeros at the end, and copied one after the other: they may be large."""
+    """The bytes of each rank, padded with zeros to ``nbytes``. They are copied one by one: they may be large."""
     padded = _on_device(mine.ljust(nbytes, b"\0"), process_group)
     every = padded.new_empty(dist.get_world_size(process_group) * nbytes)
     all_gather_single(every, padded, group=process_group)

@@ -63,7 +63,7 @@ def divide_(tensor: torch.Tensor, divisor: float) -> None:
 
 
 class PieceRoute:
-    """What a route knows that copies, or adds up, piece by piece: its ranks, its tensors, and their dtypes by section.
+    """The base of routes that copy or add up piece by piece: their ranks, their tensors, and the dtypes of sections.
     Gradients that are not in a buffer (*zero-copy*) are sections of their own, behind the others."""
 
     def __init__(self, request: Request) -> None:
@@ -71,9 +71,9 @@ class PieceRoute:
         self.gathers, self.rank, self.size = direction == "gather", group.rank(), group.size()
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         sources, targets, self.most_peers, self.writes_kept = peers or Peers(others, others, len(others))
-        #: From and to which ranks messages go.
+        #: The ranks that send messages to this one, and those to which it sends.
         self.senders, self.receivers = (sources, targets) if self.gathers else (targets, sources)
-        self.in_order = sorted((*self.senders, self.rank))  # whose values a sum has
+        self.in_order = sorted((*self.senders, self.rank))  # the ranks whose values are added up
         self.plans = plans = [transfer.plan for transfer in transfers]
         self.fulls = [alias(transfer.full) for transfer in transfers]
         self.shards = [alias(transfer.shard) for transfer in transfers if self.gathers]  # each reduction brings others

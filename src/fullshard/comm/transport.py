@@ -94,12 +94,12 @@ def make_wire(policy: WirePolicy, direction: Direction, feedback: Feedback | Non
 
 
 class Peers(NamedTuple):
-    """With which ranks of a process group one exchanges messages, where others do that for it."""
+    """The ranks of a process group with which this rank exchanges messages, if other ranks do so for it too."""
 
     sources: Sequence[int]  # whose shards this rank gathers, and for which it has values to reduce
     targets: Sequence[int]  # that gather this rank's shard, and have values for it
-    most: int  # sources of any rank
-    writes_kept: bool = True  # whether it writes, for all ranks of its host, what each rank has whole
+    most: int  # the largest number of sources that a rank has
+    writes_kept: bool = True  # whether this rank writes, for its host, the parameters that each rank has whole
 
 
 class Request(NamedTuple):
@@ -269,8 +269,8 @@ class Transport:
         return self._checked_route("reduce", transfers, over, tag, wire)
 
     def sum_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route | None:
-        """The route from partial to replicated: like a reduction without other ranks, of the sum over all ranks.
-        ``None`` if that is left to the all-reduce of the backend (:mod:`fullshard.comm.all_reduce`)."""
+        """The route from partial to replicated: the sum over all ranks becomes each rank's shard, which is whole.
+        ``None`` if the all-reduce of the backend does that (:mod:`fullshard.comm.all_reduce`)."""
         return None
 
     def between(self, request: Request) -> Route:

@@ -35,7 +35,7 @@ class GroupOptions:
     mp_policy: MixedPrecisionPolicy
     offload: OffloadPolicy
     strategy: Strategy = FULL_SHARD
-    post_forward_mesh: DataMesh | None = None  # over which parameters are sharded less
+    post_forward_mesh: DataMesh | None = None  # over which parameters are sharded between forward and backward
     wire: WirePolicy = EXACT  # between the ranks that shard
     outer_wire: WirePolicy = EXACT  # between replicas that shard
     keep_unsharded_storage: bool = False
@@ -66,7 +66,7 @@ class GroupContext:
     def __post_init__(self) -> None:
         #: The parameters by stored dtype, without those that define how they are gathered.
         self.sections: tuple[Section, ...] = ()
-        self.own_sections: tuple[Section, ...] = ()  # the same, as each rank's shard between steps is cut from them
+        self.own_sections: tuple[Section, ...] = ()  # the same, with the plans of the shards between steps
         self.own_rank = self.data.replicate_rank if self.data.shards_replicas else self.data.shard_rank
         self.compute_dtypes: list[torch.dtype] = []  # in which each section is gathered
         #: Where parameters are between uses: on the device, and where a policy offloads them to.

@@ -96,11 +96,11 @@ class _Extended:
         return [t if t.ndim else t.view(1) for t in inputs]
 
     def make_unsharded(self) -> None:
-        """Let the subclass make the unsharded parameter of what was gathered; the first time new, then in place."""
+        """Let the subclass make the unsharded parameter from what was gathered: new the first time, then in place."""
         param, dtype = self._param, self._group.compute_dtype(self._param)
         for output in self._outputs:
             if (streams := streams_of(output.device)) is not None:
-                streams.keep(output)  # made in the gather's lane, and read here for as long as it takes
+                streams.keep(output)  # it was made in the gather's lane, and this lane reads it
         after = local_of(param.sharded).fsdp_post_all_gather  # type: ignore[arg-type, attr-defined]
         if param.unsharded is None:
             whole, inner = after(self._outputs, self._metadata, dtype)

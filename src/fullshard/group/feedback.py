@@ -45,23 +45,23 @@ class GradientFeedback:
         self._group = group
         self._lost: WholeViews | None = None  # by parameter, once there is any
         self._lost_by_full: dict[int, torch.Tensor] = {}  # the same, by the id of a section of the gradient buffer
-        self._loaded: dict[int, torch.Tensor] = {}  # what a checkpoint had, until a reduction needs it
+        self._loaded: dict[int, torch.Tensor] = {}  # encoding errors from a checkpoint, until a reduction uses them
         self._was_loaded = False
-        #: The same between replicas: where the last reduction of each parameter kept it.
+        #: Encoding errors between replicas, by parameter: in the memory of the parameter's last reduction.
         self.between_replicas: dict[int, torch.Tensor] = {}
-        self.delivered = -1  # the writes to the shard when reduced gradients came to ``param.grad`` last
+        self.delivered = -1  # the count of writes when gradients were last put into ``param.grad``
 
     def tensors(self) -> list[torch.Tensor]:
         """The memory that it takes."""
         return [] if self._lost is None else [*self._lost_by_full.values(), *self._lost.zero_copy.values()]
 
     def scale(self, factor: float) -> None:
-        """Multiply everything that was lost; by 0, also when the gradients are given up that lost it."""
+        """Multiply all encoding errors by a factor: by 0 when the step of their gradients is given up."""
         for lost in (*self.tensors(), *self.between_replicas.values()):
             lost.mul_(factor) if factor else lost.zero_()
 
     def forget_given_up(self) -> None:
-        """Forget what was lost of gradients that were reduced, and then cleared without a step of an optimizer."""
+        """Forget the encoding errors of gradients that were reduced, and then cleared before any optimizer stepped."""
         is_counted = self._group.step.optimizer_steps > 0  # else users may step without an optimizer
         if is_counted and self.delivered == self._group.writes:
             grads = (param.sharded.grad for param in self._group.params)

@@ -236,7 +236,7 @@ class FullBuffer:
         """Take memory from the group's present pool, if it comes from a pool."""
 
     def start_early(self) -> None:
-        """Start what the next gather waits for first. The gather completes it."""
+        """Start what the next gather has to wait for, such as a read from a disk. The gather completes it."""
 
 
 class GatheredBuffer(FullBuffer):

@@ -76,8 +76,8 @@ class GradientDtypes:
         return tuple(found), [travels for (_, travels), _ in chosen]
 
     def _casts_in_slots(self, chosen: Sequence[Any]) -> bool:
-        """Whether a device casts gradients into a slot, from which they travel as they lie there. A group that stays
-        unsharded, as the root does, has no slot that others take too: its gradients are cast into memory of their own.
+        """Whether a device casts gradients into a slot, and sends them from there. A group that stays unsharded, as
+        the root does, does not share its slot with other groups: its gradients are cast into new memory.
         """
         group = self._group
         if is_host(group.device) or group.options.strategy.after_forward is Placement.REPLICATED:
@@ -88,7 +88,7 @@ class GradientDtypes:
         )
 
     def kept(self, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> frozenset[int]:
-        """Parameters whose gradients stay where autograd made them, though they have a place where other ranks read."""
+        """Parameters whose gradients stay where autograd made them, although the buffer has a place for them."""
         group, found = self._group, set[int]()
         for section, dtype in zip(sections, dtypes, strict=True):
             if group.keeps_whole and group.reduce_transport.compares_reductions and section.dtype == dtype:
@@ -101,12 +101,12 @@ class GradientDtypes:
         param, wanted = self._group.params[index], self._wanted(index)
         if self._group.moves_all or not (GRADIENTS_KEEP_DTYPE or param.grad_dtype != "own"):
             return
-        # Where the buffer is wider, the copy into it casts; but what tensor parallel sums up before, it sums in that.
+        # The copy to a wider buffer casts. But tensor parallel adds gradients up before, and must do so in that dtype.
         casts = wanted is not None and (wanted.itemsize <= leaf.itemsize or param.unsharded_spec is not None)
         leaf.grad_dtype = wanted if casts else None
 
     def widens(self, index: int, dtype: torch.dtype) -> bool:
-        """Whether a gradient of ``dtype``, which may have any, needs a wider one than all before it."""
+        """Whether a gradient of ``dtype`` needs a wider buffer than all earlier gradients of its parameter."""
         before = self.found.get(index)
         if before is None or torch.promote_types(before, dtype) == before:
             return False

@@ -94,8 +94,8 @@ class Gradients:
 
     @property
     def may_come_in_parts(self) -> bool:
-        """Whether a backward may reduce those that came first before the others: if it adds to none, and those that do
-        not come are not reduced."""
+        """Whether a backward may reduce the first gradients before the others have come. It may if no earlier gradient
+        waits, and if gradients that never come are not reduced."""
         options = self._group.options
         reduces = options.strategy.reduces and options.strategy.all_reduces
         return reduces and not (options.reduce_unused or self._group.moves_all or self.has_any)
@@ -177,13 +177,13 @@ class Gradients:
         grad, buffer, views = self._waiting[index], self.buffer, self.buffer.views
         is_kept = index in views.kept and buffer.slot.pool.is_host
         if is_kept and len(self._waiting) > 1:
-            # Or there are those of two groups.
+            # Otherwise the gradients of two groups would be in memory.
             self._group.comm.reductions.wait_for_oldest(buffer.most - 1, buffer.most)
         self._waiting_bytes += buffer.nbytes[index]
         if self._waiting_bytes >= buffer.most_waiting:
             self.copy_waiting()
         elif is_kept and (index in self._arrived or grad.dtype != views.dtypes[index]):
-            views.write({index: self._waiting.pop(index)})  # a zero-copy one that waited would exist twice when copied
+            views.write({index: self._waiting.pop(index)})  # else it would exist twice when all that waits is copied
             self._arrived.add(index)
 
     @torch.no_grad()
@@ -201,8 +201,8 @@ class Gradients:
 
     @staticmethod
     def receive_outside(reference: weakref.ref[HasGradients], index: int, grad: torch.Tensor) -> torch.Tensor | None:
-        """Runs before autograd adds to the gradient of a parameter that every rank always shows whole, and that a
-        different module has read. The gradient is reduced like any other; autograd gets zeros to add instead."""
+        """Runs before autograd adds to the gradient of a parameter that a different module has read, which is possible
+        if every rank always shows it whole. The gradient is reduced like any other; autograd adds zeros instead."""
         owner = reference()
         if owner is None:
             return None
@@ -234,14 +234,14 @@ class Gradients:
         self._arrived.update(waiting)
 
     def wait_for_more(self) -> None:
-        """End a backward without reduction. What is to be reduced later is shown meanwhile, so that users can clear it.
-        No rank could show the gradients themselves."""
+        """End a backward without reduction. Meanwhile ``param.grad`` shows that gradients wait, so that users can clear
+        them. It does not have their values: no rank has its part of the reduced gradients yet."""
         self.copy_waiting()
         if self._arrived and not self._group.options.strategy.reduces:
             self.shown.show(self.buffer.sections, self._arrived)
 
     def _drop_cleared(self) -> None:
-        """Drop gradients that were cleared while they waited. No others: an optimizer clears only its own."""
+        """Drop waiting gradients that were cleared. Others stay: an optimizer clears only those of its parameters."""
         if (cleared := self.shown.take_cleared()) and self._partial:
             self._group.comm.reductions.wait_for_oldest()
         for index in cleared:

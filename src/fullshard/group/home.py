@@ -57,7 +57,7 @@ class Home:
         return view
 
     def store(self, param: ShardedParameter, gradient: torch.Tensor) -> torch.Tensor:
-        """A reduced gradient as it lies here; itself, if it does already."""
+        """A reduced gradient as it is kept here: a copy, or the gradient itself if no copy is needed."""
         return gradient.clone() if self.copies else gradient
 
 
@@ -119,7 +119,7 @@ def homes_of(
 
 
 def _first(params: Sequence[ShardedParameter], share: float, least: int) -> frozenset[int]:
-    """The first parameters of at least ``least`` bytes that have at least a share of the bytes of all of these."""
+    """The first parameters of ``least`` bytes or more that have at least a ``share`` of the bytes of all such ones."""
     sizes = {index: param.shape.numel() * param.dtype.itemsize for index, param in enumerate(params)}
     sizes = {index: size for index, size in sizes.items() if size >= least}
     chosen, room = set[int](), share * sum(sizes.values())

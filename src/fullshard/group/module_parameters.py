@@ -94,7 +94,7 @@ class ModuleParameters:
         return [(index, param, at.module, at.name) for index, param in params for at in param.locations]
 
     def accumulate_gradients(self, grads: Iterable[IndexedTensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Set ``param.grad`` to the reduced parts; where it is set already, return it and the part to add to it."""
+        """Set ``param.grad`` to the reduced parts. Return the gradients that are set already, with what to add."""
         params, more = self._group.params, []
         with private.PlainAttributes():
             for index, local in grads:
@@ -169,8 +169,8 @@ class ModuleParameters:
 
     @torch.no_grad()
     def keep_writes(self, wholes: Callable[[], Mapping[int, torch.Tensor]]) -> None:
-        """Copy this rank's part of what users wrote to unsharded parameters since the last pass to the shard.
-        ``wholes`` are the memory of the leaves, by index: one that was given other data gets it back."""
+        """Copy to the shard this rank's part of what users wrote to unsharded parameters since the last pass. A leaf
+        whose ``data`` was replaced gets its memory back: its tensor in ``wholes``, by index."""
         assert self.left is not None
         left, now = self.left, list(map(_version_and_address, self.unsharded))
         moved = list[tuple[int, Any]]()

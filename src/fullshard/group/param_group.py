@@ -59,8 +59,8 @@ class ParamGroup(GroupContext):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        #: The tags of copies, and of copies of these: every rank copies alike, so that they agree by themselves. After
-        #: 4,095 copies the first tag comes again.
+        #: The tags of deep copies, and of copies of copies. Ranks agree on them without communication, because all make
+        #: the same copies. After 4,095 copies the first tag is used again.
         self._copy_tags = itertools.cycle(range(self.tag + _TAGS_APART, _MOST_TAG, _TAGS_APART))
         self.has_custom_communication = False
         self.users: set[Any] = set()

@@ -246,7 +246,7 @@ class ShardedParameter:
         return private.altered_spec(self.unsharded_spec, mesh, [*self._placements(), *self.unsharded_spec.placements])
 
     def _placements(self, before: int = -1) -> list[Placement]:
-        """The placements on the data mesh. It comes before the dims of tensor parallel that cut a tensor dim again."""
+        """The placements on the data mesh. Dims of tensor parallel that follow it may cut the same tensor dim again."""
         if self.data.shard_group is None:
             return [Replicate()]
         placement: Placement = Replicate()

@@ -76,8 +76,8 @@ class SecondHop:
 
 
 class ScatterHop(SecondHop):
-    """A reduce-scatter over replicas, each of which has a part of the shard between steps. ``shards`` are what the
-    ranks of a replica have reduced. ``losses`` has what encodings have lost of each parameter, where that lay last."""
+    """A reduce-scatter over replicas, each of which has a part of the shard between steps. ``shards`` are the results
+    of the first hop. ``losses`` maps each parameter to the tensor with what encodings have lost of it."""
 
     lends_memory = True
 
@@ -198,7 +198,7 @@ class Reducer:
         return made
 
     def _parts(self, wanted: frozenset[int], is_final: bool, sums: bool) -> tuple[list[Part], list[Part]]:
-        """The parts with these parameters and, if replicas shard them again, what this rank has of each part then."""
+        """The parts with these parameters and, if replicas shard them again, this rank's pieces of these parts."""
         group, buffer, parts, own = self.group, self.buffer, list[Part](), list[Part]()
         for section, full in zip(buffer.sections, buffer.fulls, strict=True):
             home = section.dtype

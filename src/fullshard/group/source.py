@@ -30,7 +30,7 @@ from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import chunk_views
 from fullshard.group.shard import ShardBuffer
 
-#: What tells values apart: the forward, and the writes to the shard that they have.
+#: Identifies values: the number of the forward, and the number of writes to the shard before they were gathered.
 Values = tuple[int, int]
 
 
@@ -60,7 +60,7 @@ class Source:
         """Start what comes before the gather, unless it was started for these values."""
 
     def start_ahead(self, values: Values, is_needed: bool) -> None:
-        """Start it before the gather can start, if that saves time. ``is_needed``: unless the values are there."""
+        """Call :meth:`start` ahead of the gather, if that saves time. ``is_needed``: the values are not there yet."""
 
     def finish(self) -> None:
         """Complete what was started: the route may start."""

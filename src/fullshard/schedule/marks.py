@@ -23,9 +23,9 @@ from fullshard.torch_private import (
     version_of,
 )
 
-#: A method of a unit that is told of a backward, with its use and a gradient.
+#: A method of a unit that a mark calls in a backward, with the unit's use and a gradient.
 Tell = Callable[[Any, torch.Tensor | None], None]
-#: Inputs that are marked, their aliases, and their versions before: none.
+#: No marked inputs, no aliases of these, and no versions from before.
 NONE: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], list[int]] = (), (), []
 
 

@@ -311,7 +311,7 @@ class Schedule:
     def end_backward(self) -> None:
         """Reduce what still waits, wait for every reduction, and leave every group as a next step expects it."""
         if self.is_last_backward and self.has_streams:
-            self.comm.give_back_memory()  # the root's gradients come next, when the blocks need theirs no more
+            self.comm.give_back_memory()  # the gradients of the blocks are gone, and those of the root come next
         for unit in reversed(self.units):
             unit.end_backward(self)
         self.step.now = END[self.step.now, "backward"]

@@ -194,7 +194,7 @@ class Unit:
         return output
 
     def _end_module(self, forward: Forward, module: nn.Module, mark: object | None) -> None:
-        """Let go what the forward of a module needed, unless more of them are to run."""
+        """Reshard after the forward of a module, unless more modules of the unit are to run."""
         schedule = self.schedule or self.start()
         forward.to_run -= {module}
         if forward.name == "recomputation":
@@ -321,7 +321,7 @@ class Unit:
             schedule.log("backward", self)
 
     def finish_backward(self, schedule: Schedule, ahead: bool = False) -> None:
-        """Runs when the backward of the modules has ended: ``ahead`` of that of the whole tree, or together with it."""
+        """Runs when the backward of the modules has ended, which may be ``ahead`` of the backward of the whole tree."""
         if schedule.log.listeners:
             schedule.log("backward", self, moves=False)
         for group in self.groups:
