@@ -47,7 +47,7 @@ def test_only_state_that_differed_between_ranks_is_warned_of(rank_pool: RankPool
         found, (*warned,) = run(rank_pool, load, 1, folder)[0]
         assert found == {"step": 1, "alike": [1], **own}
         assert len(warned) == (states == [[3], [4]])
-        assert all("was saved by 2 ranks and is loaded by 1: of ['own']" in each for each in warned)
+        assert all("was saved by 2 ranks and is loaded by 1. The states ['own'] differ" in each for each in warned)
 
 
 @ranks(2)

@@ -52,7 +52,7 @@ def test_without_the_copy_of_a_lost_shard_processes_end_with_an_error_that_says_
     assert result.statuses == [3, -9, -9]
     (error,) = result.lost()
     assert "no process is left that has shard 1, 2 of 3: load the last checkpoint and start again" in error
-    assert "Left are processes [0], whose copies do not suffice to go on: process 0 has step 2 of shard 0" in error
+    assert "Processes [0] are left, and their copies are not enough to go on: process 0 has step 2 of shard 0" in error
 
 
 def test_a_process_that_has_made_all_steps_goes_back_unless_another_one_has_left_with_all(

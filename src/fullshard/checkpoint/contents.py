@@ -92,8 +92,8 @@ class Contents:
         return sorted(names | {key for box in self.boxes if (key := box.key(ranks))})
 
     def name_state_of(self, replica: int, replicas: int, or_first: bool = False) -> None:
-        """Names the optimizer state as that of one of several replicas that train apart; the first has the usual names,
-        which with ``or_first`` stay for replicas that a checkpoint lacks."""
+        """Gives the optimizer state the names of one of several replicas that train apart. The first replica has the
+        usual names. With ``or_first`` all replicas keep the usual names too, for checkpoints that lack a replica."""
         for at, box in enumerate(self.boxes):
             if box.names[0].startswith("optimizer.state."):
                 own = {f"replicas.{replica}.{name}": name for name in box.names} if replica else {}

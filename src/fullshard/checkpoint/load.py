@@ -295,8 +295,8 @@ class Loading:
         differing = self.checkpoint.differing()
         if differing and self.ranks.first and self.ranks.size != manifest.world_size:
             warn(
-                f"{self.path} was saved by {manifest.world_size} ranks and is loaded by {self.ranks.size}: of "
-                f"{differing}, which differ between ranks, rank r gets those of rank r modulo {manifest.world_size}"
+                f"{self.path} was saved by {manifest.world_size} ranks and is loaded by {self.ranks.size}. The states "
+                f"{differing} differ between ranks: rank r gets those of rank r modulo {manifest.world_size}"
             )
 
     def _compare(self, contents: Contents, optimizer: Optimizer | None) -> None:

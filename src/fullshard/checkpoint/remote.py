@@ -13,10 +13,10 @@ and the manifest publishes them. It is written last, if there is none of its nam
 The process may end after any of them, or sleep between any two. A request may arrive after the process has taken it for
 failed. So the names of objects are unique to one save, and no other save is harmed by a request that comes late.
 
-Whoever removes what a save has left whose lease is over first puts a *mark*. A save that finds a mark after it has
-published was taken for ended, and fails. Only objects that belong to such a lease are removed: those of other programs
-stay. A removal deletes the manifest first. A reader holds a lease, too (``.reading-*``), so that nobody removes what it
-reads.
+If the lease of a save is over, other processes remove what the save has left. Before that they put a *mark*. A save
+that finds a mark after it has published was taken for ended, and fails. Only objects that belong to such a lease are
+removed: those of other programs stay. A removal deletes the manifest first. A reader holds a lease, too
+(``.reading-*``), so that nobody removes what it reads.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class ObjectStorage:
             found = self._store.list()
 
     def _is_free(self, path: Location, found: Iterable[str]) -> bool:
-        """Whether a save may write there. There may be objects that saves have left that failed."""
+        """Whether a save may write there. Objects that failed saves have left do not matter."""
         if _users(path.name, found) or ObjectFiles(path).is_published():
             return False
         failed = [lease[3] for lease in map(_LEASE.fullmatch, found) if lease and lease[2] == path.name]
@@ -139,7 +139,7 @@ class ObjectStorage:
         return is_removed
 
     def _remove_leftovers(self, found: Iterable[str]) -> bool:
-        """Removes what saves and removals have left that were interrupted. Returns whether there was something."""
+        """Removes what interrupted saves and removals have left. Returns whether they have left something."""
         is_left = False
         try:
             for name in found:
@@ -161,7 +161,7 @@ class ObjectStorage:
         return is_left
 
     def _clean(self, kind: str, name: str, key: str) -> None:
-        """Removes what one save or removal has left, whose lease is over."""
+        """Removes what a save or a removal has left after its lease was over."""
         store = Store(self.directory / name)
         if kind == _REMOVING:
             if not store.exists(MANIFEST) and not _is_pinned(store, names := store.list()):
@@ -199,7 +199,7 @@ def _number(name: str) -> tuple[int, int]:
 
 
 def _users(name: str, found: Iterable[str], own: StoreLease | None = None) -> list[str]:
-    """The leases in a listing, but for one's own, because of which a save of this name must not begin."""
+    """The leases in a listing that forbid a save of this name, without the caller's ``own``."""
     leases = [each for each in map(_LEASE.fullmatch, found) if each and each[2] == name and each[1] != _FAILED]
     return [each[0] for each in leases if own is None or each[0] != own.name]
 

@@ -127,11 +127,11 @@ class Storage(Protocol):
         """Like :meth:`list`, but finds the next one when it is asked for. With ``step``, only those named after it."""
 
     def unfinished(self) -> builtins.list[Location]:
-        """What saves write now, or have left when they were interrupted."""
+        """The checkpoints that saves write now, or that interrupted saves have left."""
 
     def begin(self, step: int | None) -> Partial:
         """Begins a checkpoint of a step (``None``: the next one). Raises CheckpointError if it cannot. It first removes
-        what saves that were interrupted have left."""
+        what interrupted saves have left."""
 
     def open_partial(self, key: str) -> Partial:
         """The checkpoint that another rank has begun, for the files of this rank."""

@@ -98,8 +98,8 @@ class LocalRanks:
         """Say once what cannot be shared."""
         if not self._has_told and dist.get_rank() == 0:
             _log.warning(
-                f"rank {rank} has no {nbytes} bytes of shared memory for parameters ({why}): these, and all that find "
-                f"none, travel as messages, as with FULLSHARD_TRANSPORT=p2p"
+                f"rank {rank} has no {nbytes} bytes of shared memory for parameters ({why}): parameters that find no "
+                f"shared memory travel as messages, as with FULLSHARD_TRANSPORT=p2p"
             )
         self._has_told = True
 

@@ -222,13 +222,14 @@ class Agreement:
         self.lost.add(process)
         self.candidates.pop(process, None)
         self._activate()
-        if self.is_frozen and self._answered is not None:  # a quorum may need to know that this process knows
+        if self.is_frozen and self._answered is not None:  # a quorum counts only processes that know this
             receiver, said = self._answered
             self._answer(receiver, said._replace(lost=frozenset(self.lost)))
         self.consider()
 
     def suspect(self, process: int, is_suspect: bool = True, hangs: bool = False) -> None:
-        """A process does not answer, or does again: perhaps it is stopped, or the network is cut; or it ``hangs``."""
+        """A process does not answer, perhaps because it is stopped or the network is cut; or it ``hangs``; or it
+        answers again (``is_suspect=False``)."""
         (self.suspected.add if is_suspect else self.suspected.discard)(process)
         (self.hanging.add if hangs else self.hanging.discard)(process)
         self.consider()
@@ -351,8 +352,8 @@ class Agreement:
             self.consider()
 
     def _is_quorum(self, voters: Mapping[int, Iterable[int]]) -> bool:
-        """Whether a majority of the members has agreed, or all that are left, and each of them has read the last
-        message of every other member."""
+        """Whether the voters are a majority of the members. Or they are all members that are left, and each of them has
+        read the last message of every member that is lost."""
         agreed = [process for process in self.members if process in voters]
         if 2 * len(agreed) > len(self.members):
             return True

@@ -32,13 +32,16 @@ _REFUSES = (
 
 
 class Connections:
-    """The connections of the process ``me``. ``on_message`` is called with the number of a process and what it sent,
-    ``on_end`` with the number of one that has ended, and ``on_silence`` with that of one that is :data:`SILENT` for
-    ``silence`` seconds, or :data:`HANGS`, or is neither any more (""), in threads of their own. One that computes for
-    more than ``hang`` seconds hangs if this one waits for so long; ``progress`` returns for how many seconds this one
-    has computed without a wait, and waited. What ``welcome`` returns is told to a new process that has no number yet.
+    """The connections of the process ``me`` to the other processes.
 
-    A process that has no number yet has ``me`` -1. Until :meth:`begin`, those that call it wait, so no news is lost.
+    These functions are called in threads of their own: ``on_message`` with the number of a process and what it sent;
+    ``on_end`` with the number of a process that has ended; ``on_silence`` with the number of a process, and
+    :data:`SILENT` if it has sent nothing for ``silence`` seconds, :data:`HANGS` if it hangs, or "" if neither is true
+    any more. A process hangs if it computes for more than ``hang`` seconds while this process waits for as long.
+    ``progress`` returns for how many seconds this process has computed without a wait, and waited. A new process that
+    has no number yet gets what ``welcome`` returns.
+
+    ``me`` is -1 while this process has no number. Processes that call it wait until :meth:`begin`, so no news is lost.
 
     Objects that are sent are pickled. A process must know the ``key`` of the job to connect (HMAC, by the standard
     library).

@@ -53,6 +53,6 @@ def find_way_back(
 
 
 def outdated(copies: Collection[tuple[int, int]], step: int, every: int) -> list[tuple[int, int]]:
-    """The copies that are not needed any more when a process has copied its state before ``step``: each copy of the
-    time before has reached its holder. With one copy a step, this is certain only for the one before that."""
+    """The copies that a process may drop when it has copied its state before ``step``, because all copies of the time
+    before have reached their holders. With a copy in each step, only the copies before those are certain to have."""
     return [key for key in copies if key[0] < step - max(every, 2)]

@@ -46,8 +46,8 @@ class Entering:
         self._directory = Path(directory) if directory is not None else None
         self._changed = threading.Condition(threading.RLock())
         self._number = 0  # of the membership that this process has acted on
-        self._last_number = 0  # of the processes that have ever been
-        self._newcomer = math.inf  # when a process was welcomed that is no member yet; infinite before the job begins
+        self._last_number = 0  # the highest number that a process has had
+        self._newcomer = math.inf  # when the last new process came; infinite before the job begins
         self._sources: tuple[int, ...] = ()  # members that may have the state of a new process's shard
 
     def _enter(self, processes: int | None) -> None:
@@ -151,7 +151,7 @@ class Entering:
             time.sleep(_POLL)
 
     def _welcome(self) -> Welcome | None:
-        """What a new process is told; ``None`` while another one is new, and by all members but the first."""
+        """What a new process is told. ``None`` if this process is not the first member, or another process is new."""
         with self._changed:
             now, agreement = time.monotonic(), self._agreement
             if now < self._newcomer + PATIENCE or agreement.is_frozen or not self._is_first:
@@ -167,7 +167,7 @@ class Entering:
             return Welcome(*mine, addresses, tuple(members))
 
     def _end_welcome(self) -> None:
-        """Lets another new process come, once this one knows where the last one is: the two must connect."""
+        """Lets the next new process come, once this process knows the address of the last one: the two must connect."""
         if self._last_number in {self.rank, *self._connections.addresses}:
             self._newcomer = 0.0
 

@@ -187,7 +187,7 @@ class KeptGradients:
         return Kept(step, replica, present, host_id(), memory.segment.address)
 
     def with_data(self, kept: Kept) -> Kept:
-        """The same, with the gradients themselves, for another host."""
+        """The message with the gradients themselves, for a process on another host."""
         return kept._replace(data=bytes(_bytes_of(self._of[kept.step, kept.replica][0])))
 
     def _laid_out(self, segment: Segment) -> _Memory:

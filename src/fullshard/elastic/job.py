@@ -94,8 +94,8 @@ class Job(Entering):
         return time.monotonic() > self._frozen_since + PATIENCE
 
     def _progress(self) -> tuple[float, float]:
-        """For how many seconds training has computed without a wait, and for how many it has waited. One is 0. Called
-        once a second, it sees to a change that is not decided."""
+        """For how many seconds training has computed without a wait, and for how many it has waited; one of them is 0.
+        It is called once a second, and proposes a change again that is not decided in time."""
         with self._changed:
             if self._has_waited_for_majority():
                 self._cut_row()  # what training waits for will not come, and then it raises an error
@@ -226,7 +226,7 @@ class Job(Entering):
     def _look_whether_complete(self) -> None:
         if self._kept is None or (replicas := self._taking_part(self.step)) is None:
             return
-        # Not before this process has made the step before: others may write to its gradients once this one is complete.
+        # This process first makes the step before: once this step is complete, others may overwrite those gradients.
         is_ready = self.step == self._agreement.step and not self._agreement.goes_back
         if is_ready and self._kept.has_all(self.step, replicas):
             self._agreement.complete()
@@ -337,9 +337,9 @@ class Job(Entering):
                 copies = ", ".join(f"step {step} of shard {shard}" for step, shard in sorted(agreement.copies))
                 raise ElasticError(
                     f"no process is left that has shard {', '.join(map(str, agreement.lost_shards))} of "
-                    f"{self.shards}: load the last checkpoint and start again. Left are processes "
-                    f"{sorted({*agreement.members} - agreement.lost)}, whose copies do not suffice to go on: process "
-                    f"{self.rank} has {copies or 'none'}"
+                    f"{self.shards}: load the last checkpoint and start again. Processes "
+                    f"{sorted({*agreement.members} - agreement.lost)} are left, and their copies are not enough "
+                    f"to go on: process {self.rank} has {copies or 'none'}"
                 )
             if self._has_waited_for_majority():
                 raise ElasticError(

@@ -169,7 +169,7 @@ class LocalJob(Restoring):
         return KeptGradients(params, buffers) if self._local is None else KeptChanges(params, buffers, self.rank)
 
     def _kept_as(self, order: RunOrder) -> Replica:
-        """By what the gradients of a replica are known. Rows may change their places in a round."""
+        """The key of a replica's gradients: in rounds its row, because rows may change their order in a round."""
         return order.replica if self._local is None else order.row
 
     def _tell(self, kept: Kept) -> None:
@@ -227,8 +227,8 @@ class LocalJob(Restoring):
             self._connections.send(process, order)
 
     def _give_order_of_round(self, step: int) -> None:
-        """Tells the processes of this row to run its replica, or that the round counts already: once in each round, so
-        that none of them skips a round in which another one waits for it."""
+        """Tells the processes of this row to run its replica, or that the round counts already. Each round has one such
+        order, so that no process skips a round in which another process of the row waits for it."""
         row, rows, agreement = self._row, self._agreement.membership.rows, self._agreement
         if (step, row) not in self._ordered:
             if self._counts(step):

@@ -27,7 +27,7 @@ class RunMore(NamedTuple):
 
 
 class Has(NamedTuple):
-    """Which replicas' gradients a process has, when a membership begins, and whenever it has trained apart."""
+    """The replicas whose gradients a process has. Sent when a membership begins, and at the end of a row's round."""
 
     number: int
     step: int

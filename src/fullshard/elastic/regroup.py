@@ -129,11 +129,11 @@ class Regrouping(Job):
                 self._connections.send(process, RowValue(row, key, value))
 
     def _is_broken(self, row: Row) -> bool:
-        """Whether a row is one no more, or a process of it has ended or does not answer."""
+        """Whether a row no longer exists, or one of its processes has ended or does not answer."""
         return self._is_in_other_row(row) or not self._gone().isdisjoint(row)
 
     def _get_value(self, row: Row, key: str) -> bytes:
-        """Waits for a value, as long as the row is one. Raises RuntimeError after that."""
+        """Waits for a value. Raises RuntimeError if the row is broken first."""
         values = self._row_values
         with self._changed:
             self.wait_for(lambda: (row, key) in values or self._is_broken(row), "its row")

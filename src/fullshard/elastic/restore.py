@@ -98,7 +98,7 @@ class Restoring(Regrouping):
             while not self._states:
                 left = [each for each in self._sources if each not in self._gone()]
                 if not left:
-                    raise ElasticError(f"no member is left that has shard {self.shard}, which this process was to get")
+                    raise ElasticError(f"no member is left that has shard {self.shard}, which this new process needs")
                 self._source = left[0]
                 self._followed.clear()
                 self._connections.send(self._source, Fetch(self.rank, self.shard))
@@ -121,8 +121,8 @@ class Restoring(Regrouping):
         self.step = step
 
     def _must_fetch(self) -> bool:
-        """Whether this new process needs the state of its shard: the process that it follows has ended, or has gone
-        back and sent another one. Raises ElasticError if only the one that has ended could help."""
+        """Whether this new process needs the state of its shard again: the process that it follows has ended, or has
+        gone back and sent a different state. Raises ElasticError if no other process has that state."""
         if self.is_joining and self._states:
             return True
         if self._source not in self._gone() or self.step in self._followed:
@@ -187,8 +187,8 @@ class Restoring(Regrouping):
                 self._connections.send(process, ShardState(step, data, agreement.membership.back, is_lost=True))
 
     def _must_go_back(self) -> bool:
-        """Whether this process must repeat steps though it has made all. Not if another one has made all and left, and
-        nobody repeats them yet."""
+        """Whether this process must repeat steps although it has made all of them. It need not if another process has
+        made all and left, and no row repeats them."""
         agreement = self._agreement
         return agreement.goes_back and not (any(self._leaving.values()) and not agreement.membership.rows)
 

@@ -184,8 +184,8 @@ class Elastic(LocalJob):
         optimizer.register_step_post_hook(self._note_step)
 
     def steps(self, number: int) -> Iterator[ElasticStep]:
-        """The steps until this process has made ``number``; one is given again if it has to be repeated, and several
-        if the job goes back to copies. Use each as a context.
+        """Yields steps until this process has made ``number`` of them. A step that has to be repeated is yielded again,
+        and so are several steps if the job goes back to copies. Use each as a context.
 
         Args:
             number: of steps, from the beginning of the job.

@@ -181,9 +181,9 @@ class FullBuffer:
         names = [param.name for param in self._group.params if id(param.unsharded) in written]
         private.set_versions(self.leaves, self.versions_set)
         raise RuntimeError(
-            f"parameters {names} were written while they were sharded, through tensors that somebody kept from a time "
-            f"when they were unsharded: the memory of these may belong to other parameters by now. The values of this "
-            f"step are wrong. Read a parameter from its module each time, and write to it between steps"
+            f"parameters {names} were written while they were sharded, through unsharded tensors that the program has "
+            f"kept: their memory may belong to other parameters by now. The values of this step are wrong. Read a "
+            f"parameter from its module each time, and write to it between steps"
         )
 
     def accept_writes(self) -> None:

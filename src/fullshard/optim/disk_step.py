@@ -63,8 +63,8 @@ class _Piece:
         self.state = {k: self._part(local_tensor(v)) for k, v in state.items() if _is_elementwise(v, local)}
 
     def begin(self, state: dict[str, Any], before: dict[str, Any]) -> None:
-        """Start to read the gradient, and take the rest of the state, which is a number for the whole parameter. Pieces
-        but the first take the numbers of ``before`` the step."""
+        """Start to read the gradient, and take the rest of the state, such as the number of steps. It belongs to the
+        whole parameter: all pieces but the first take it from ``before`` the step."""
         self.twin.grad = self._part(local_tensor(self.param.grad))
         numbers = {k: _copied(v) if self.start else state[k] for k, v in before.items() if k not in self.state}
         self.state.update(numbers)
@@ -119,8 +119,8 @@ def _copied(value: Any) -> Any:
 class DiskStep:
     """The steps of one optimizer on parameters whose state is on a disk.
 
-    Optimizers may step one after another, such as one for each parameter in backward. Then each starts to read what the
-    one that came after it the last time needs first. At most one of them has something that was read ahead.
+    Several optimizers may step one after another, for example one for each parameter, in a backward. Then each reads
+    ahead for the optimizer that followed it the last time. At most one optimizer has values that were read ahead.
 
     Args:
         params: the parameters, each with the index of its group in the optimizer.
@@ -163,7 +163,7 @@ class DiskStep:
                 piece.store(states[piece.param])
 
     def _follow(self) -> DiskStep | None:
-        """Note what follows what. Returns the one that came after this one the last time, if it is a different one."""
+        """Note which optimizer this one follows. Returns the one that followed this one the last time, if any."""
         last, DiskStep._last = _alive(DiskStep._last), weakref.ref(self)
         if last is not None and last is not self:
             last._following = weakref.ref(self)
@@ -205,8 +205,8 @@ def _alive(reference: weakref.ref[_T] | None) -> _T | None:
 
 
 def offload_state(optimizer: Optimizer) -> None:
-    """Bring state to the disk that was made or loaded in memory, if its parameter's state is to be there, cut as the
-    parameter is. All ranks alike."""
+    """Move state that was made or loaded in memory to the disk, if its parameter's state is to be there. It is cut like
+    the parameter. All ranks must call it."""
     for param, state in optimizer.state.items():
         if not (isinstance(param, DTensor) and isinstance(state, dict) and is_on_disk(param)):
             continue
@@ -270,7 +270,7 @@ def _pieces(params: Mapping[torch.Tensor, int], with_grad: bool) -> list[_Piece]
 
 
 def _lay_gradient(param: DTensor, known: ShardedParameter) -> None:
-    """Let a gradient in memory lie as its parameter does: pieces are what lies together."""
+    """Give a gradient in memory the strides of its parameter: a piece is a run of elements in memory."""
     grad: Any = param.grad
     local = None if grad is None else local_tensor(grad)
     if local is None or isinstance(local, DiskTensor) or local.stride() == known.local.stride():
@@ -280,8 +280,8 @@ def _lay_gradient(param: DTensor, known: ShardedParameter) -> None:
 
 
 def _buckets(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """Pieces that are in memory together. One bucket is read while the one before steps, and half of the memory is for
-    those that are written."""
+    """The pieces in buckets. A bucket is read while the one before it steps, and half of the memory is for buckets that
+    are written."""
     bucket, taken = list[_Piece](), 0
     for piece in pieces:
         size = _TENSORS * (piece.stop - piece.start) * piece.known.dtype.itemsize

@@ -42,7 +42,7 @@ from fullshard.schedule.unit import groups_in
 from fullshard.torch_private import running_backward
 from fullshard.wire_policy import EXACT, WirePolicy
 
-#: The part of its own value that a parameter keeps where an exchange ran beside steps. The rest is the anchor's.
+#: The weight of a parameter's own value after an exchange that ran beside steps. The anchor has the rest.
 _OWN_WEIGHT = 0.5
 
 
@@ -92,8 +92,9 @@ class LocalSteps:
         steps: optimizer steps so far.
         outer: the outer optimizer of each fragment, for example to change its ``lr``; empty with ``outer=None``.
 
-    A rank needs memory for the anchor, the outer state, and during an exchange for the fragment's changes and a part
-    of these, all as large as its shards in the dtype of the anchor; with error feedback as much in bf16.
+    A rank needs memory for the anchor and the outer state. During an exchange it also needs memory for the fragment's
+    changes and for a part of them. All of these have the size of its shards in the dtype of the anchor. Error feedback
+    needs the size of its shards in bf16.
 
     Raises:
         TypeError: ``every``, ``fragments`` or ``overlap`` is not an int, ``optimizer`` or what ``outer`` returns is not
@@ -372,8 +373,8 @@ def _set_apart(groups: Sequence[ParamGroup], over: dist.ProcessGroup) -> None:
 
 
 def _still_takes_local_steps(group: GroupContext) -> bool:
-    """Whether a LocalSteps of the group is in use. One that nobody uses may be garbage that waits for a collection on
-    some ranks only, and is collected here: all ranks must find the same."""
+    """Whether a LocalSteps of the group is in use. Some ranks may not have collected one that is garbage. So this
+    function collects garbage first: all ranks must find the same."""
     if counter_of(group) is None:
         return False
     gc.collect()

@@ -74,7 +74,7 @@ class FragmentMember:
 
 
 class ChangesSection(NamedTuple):
-    """Changes of one dtype that travel in one way.
+    """Changes of one dtype that travel together.
 
     Attributes:
         starts: where this rank's part of each lies, by the position of its parameter in the fragment.
@@ -93,9 +93,9 @@ class ChangesSection(NamedTuple):
 def _sections_of(
     members: Sequence[FragmentMember], anchors: Sequence[torch.Tensor], policy: WirePolicy, replicas: int
 ) -> list[ChangesSection]:
-    """The changes by dtype. Those of small parameters travel as they are, as one; of large ones each is encoded for
-    itself. What each rank of a replica has whole, such as scalars, travels apart and as it is: these ranks must get the
-    same mean, to the bit."""
+    """The changes by dtype. Small parameters travel together, and are not encoded. Large parameters are encoded one by
+    one. Parameters that each rank of a replica has whole, such as scalars, have a section of their own and are not
+    encoded: these ranks must get the same mean, to the bit."""
     wires = {direction: make_wire(policy, direction) for direction in DIRECTIONS}
     kinds, found = dict[tuple[torch.dtype, bool, bool], list[int]](), list[ChangesSection]()
     for at, (each, anchor) in enumerate(zip(members, anchors, strict=True)):
@@ -166,7 +166,7 @@ class ModelFragment:
 
     @torch.no_grad()
     def show(self, tensors: Iterable[torch.Tensor], own_weight: float = 0.0) -> None:
-        """Set the parameters to these values, or to the mean of both in which their own value has ``own_weight``."""
+        """Set each parameter to ``own_weight`` times its value plus (1 - ``own_weight``) times that of its tensor."""
         for each, wanted in zip(self.members, tensors, strict=True):
             values = each.param.values
             wanted = wanted.detach().to(values.device)
