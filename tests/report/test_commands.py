@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.report.commands import _above_0, _count, _from_0, _function, _Refused, _value, add_explain, add_fit
+from fullshard.report.commands import (
+    _above_0,
+    _count,
+    _from_0,
+    _function,
+    _RefusedOptions,
+    _value,
+    add_explain,
+    add_fit,
+)
 
 BUILD = """
 import torch
@@ -60,7 +69,7 @@ def explain(*arguments: str, add: Callable[[argparse.ArgumentParser], None] = ad
 def test_a_function_is_found_in_a_file_or_a_module(program: Path, where: str) -> None:
     assert len(_function(f"{where}:build")()) == 2  # type: ignore[arg-type]
     for name in ("name", "missing"):
-        with pytest.raises(_Refused, match=f"{where} has no function '{name}'"):
+        with pytest.raises(_RefusedOptions, match=f"{where} has no function '{name}'"):
             _function(f"{where}:{name}")
 
 

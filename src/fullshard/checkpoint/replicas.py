@@ -106,10 +106,10 @@ class Hosts:
         group, own = self._ranks.group, files[self._ranks.rank]
         size = own.size if self.to is not None else 0
         data = torch.from_file(str(partial / own.name), shared=False, size=size, dtype=torch.uint8) if size else None
-        copies = [_Copy(rank, partial / files[rank].name, files[rank]) for rank in self.sources]
+        copies = [_ReceivedFile(rank, partial / files[rank].name, files[rank]) for rank in self.sources]
         for start in range(0, max([size, *(copy.file.size for copy in copies)]), _MESSAGE):
             works: list[dist.Work | None] = []
-            incoming: list[tuple[_Copy, torch.Tensor]] = []
+            incoming: list[tuple[_ReceivedFile, torch.Tensor]] = []
             with waiting("the copies of a checkpoint", group):
                 if data is not None and start < size:
                     part = data[start : start + _MESSAGE]
@@ -127,7 +127,7 @@ class Hosts:
             copy.close()
 
 
-class _Copy:
+class _ReceivedFile:
     """A file that is received from another rank. After a failure, received bytes are dropped, so that the sender is not
     blocked."""
 

@@ -38,7 +38,7 @@ class Kept(NamedTuple):
     number: int = 0  # of the membership in which it was told
 
 
-class _Memory(NamedTuple):
+class _GradientMemory(NamedTuple):
     """A segment, and the tensors in it: one for each parameter and then one for each buffer."""
 
     segment: Segment
@@ -56,9 +56,9 @@ class KeptGradients:
         kept = [*map(local_tensor, params), *buffers]
         *starts, self._nbytes = accumulate([-(-each.nbytes // _ALIGNED) * _ALIGNED for each in kept], initial=0)
         self._layout = [(start, each.shape, each.dtype) for start, each in zip(starts, kept, strict=True)]
-        self._own: dict[tuple[Replica, int], _Memory] = {}  # by the replica and whether the step is odd
-        self._opened: dict[Address, _Memory] = {}
-        self._of: dict[tuple[int, Replica], tuple[_Memory, tuple[bool, ...]]] = {}  # by the step and the replica
+        self._own: dict[tuple[Replica, int], _GradientMemory] = {}  # by the replica and whether the step is odd
+        self._opened: dict[Address, _GradientMemory] = {}
+        self._of: dict[tuple[int, Replica], tuple[_GradientMemory, tuple[bool, ...]]] = {}  # by step and replica
         self._before = [buffer.clone() for buffer in buffers]
         self._grads: list[Any] = [None] * len(params)
 
@@ -166,7 +166,7 @@ class KeptGradients:
         self._params[index].grad = self._grads[index] if is_there else None
         return local_tensor(self._grads[index]) if is_there else None
 
-    def _show_buffers(self, memory: _Memory) -> None:
+    def _show_buffers(self, memory: _GradientMemory) -> None:
         for buffer, view in zip(self._buffers, memory.views[len(self._params) :], strict=True):
             buffer.copy_(view)
 
@@ -176,13 +176,13 @@ class KeptGradients:
             del self._of[key]
         self.note_start()
 
-    def _own_memory(self, step: int, replica: Replica) -> _Memory:
+    def _own_memory(self, step: int, replica: Replica) -> _GradientMemory:
         key = replica, step % 2
         if key not in self._own:
             self._own[key] = self._laid_out(Segment.create(self._nbytes))
         return self._own[key]
 
-    def _note(self, step: int, replica: Replica, memory: _Memory, present: tuple[bool, ...]) -> Kept:
+    def _note(self, step: int, replica: Replica, memory: _GradientMemory, present: tuple[bool, ...]) -> Kept:
         self._of[step, replica] = memory, present
         return Kept(step, replica, present, host_id(), memory.segment.address)
 
@@ -190,11 +190,11 @@ class KeptGradients:
         """The message with the gradients themselves, for a process on another host."""
         return kept._replace(data=bytes(_bytes_of(self._of[kept.step, kept.replica][0])))
 
-    def _laid_out(self, segment: Segment) -> _Memory:
-        return _Memory(
+    def _laid_out(self, segment: Segment) -> _GradientMemory:
+        return _GradientMemory(
             segment, [segment.tensor(at, size.numel(), dtype).view(size) for at, size, dtype in self._layout]
         )
 
 
-def _bytes_of(memory: _Memory) -> memoryview:
+def _bytes_of(memory: _GradientMemory) -> memoryview:
     return memoryview(memory.segment.memory).cast("B")

@@ -36,7 +36,7 @@ _TENSORS = 4
 
 
 @dataclass(eq=False)
-class _Piece:
+class _DiskPiece:
     """Elements of a parameter, and what a step needs of them."""
 
     param: DTensor
@@ -134,7 +134,7 @@ class DiskStep:
         self._params, self._substitute_for = params, substitute_for
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._following: weakref.ref[DiskStep] | None = None
-        self._ahead: list[_Piece] = []
+        self._ahead: list[_DiskPiece] = []
 
     def run(self, optimizer: Optimizer) -> None:
         """Make a step. Raises DiskError; the step is then lost, and perhaps made in part."""
@@ -177,7 +177,7 @@ class DiskStep:
         if optimizer is not None:
             self._ahead, DiskStep._reader = _load(bucket, optimizer.state), weakref.ref(self)
 
-    def _take_ahead(self, wanted: Sequence[_Piece], states: Mapping[Any, Any]) -> list[_Piece]:
+    def _take_ahead(self, wanted: Sequence[_DiskPiece], states: Mapping[Any, Any]) -> list[_DiskPiece]:
         """What was read ahead, if it is what the step wants and nobody has written to it since."""
         found = self._ahead
         is_same = [each.span for each in found] == [each.span for each in wanted] and all(
@@ -256,16 +256,16 @@ def _place_of(param: DTensor) -> tuple[ShardedParameter, DiskFile]:
     return owner[0].params[owner[1]], owner[0].offloaded.disk
 
 
-def _pieces(params: Mapping[torch.Tensor, int], with_grad: bool) -> list[_Piece]:
+def _pieces(params: Mapping[torch.Tensor, int], with_grad: bool) -> list[_DiskPiece]:
     """The pieces of parameters: of all, or of those that have gradients."""
-    pieces: list[_Piece] = []
+    pieces: list[_DiskPiece] = []
     for param, at in params.items():
         if isinstance(param, DTensor) and (param.grad is not None or not with_grad):
             known, disk = _place_of(param)
             _lay_gradient(param, known)
             numel, most = known.local.numel(), BLOCK // known.dtype.itemsize
             starts = range(0, max(numel, 1), most)
-            pieces += [_Piece(param, known, disk, at, start, min(start + most, numel)) for start in starts]
+            pieces += [_DiskPiece(param, known, disk, at, start, min(start + most, numel)) for start in starts]
     return pieces
 
 
@@ -279,10 +279,10 @@ def _lay_gradient(param: DTensor, known: ShardedParameter) -> None:
     param.grad = make_dtensor(laid.copy_(local), spec_of(grad))
 
 
-def _buckets(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+def _buckets(pieces: Sequence[_DiskPiece]) -> Iterator[list[_DiskPiece]]:
     """The pieces in buckets. A bucket is read while the one before it steps, and half of the memory is for buckets that
     are written."""
-    bucket, taken = list[_Piece](), 0
+    bucket, taken = list[_DiskPiece](), 0
     for piece in pieces:
         size = _TENSORS * (piece.stop - piece.start) * piece.known.dtype.itemsize
         if bucket and taken + size > piece.disk.staging_bytes // 4:
@@ -294,7 +294,7 @@ def _buckets(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
         yield bucket
 
 
-def _load(bucket: list[_Piece], states: Mapping[Any, Any]) -> list[_Piece]:
+def _load(bucket: list[_DiskPiece], states: Mapping[Any, Any]) -> list[_DiskPiece]:
     for piece in bucket:
         piece.load(states.get(piece.param, {}))
     return bucket

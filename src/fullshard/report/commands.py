@@ -91,7 +91,7 @@ def _values(options: argparse.Namespace) -> Values | None:
     """What ``--values`` say. A number for all lines is refused beside numbers for single lines."""
     given = dict(options.values)
     if "" in given and len(options.values) > 1:
-        raise _Refused("--values takes one number for all lines, or FILE.py:LINE=NUMBER for each line")
+        raise _RefusedOptions("--values takes one number for all lines, or FILE.py:LINE=NUMBER for each line")
     return given.get("", given or None)
 
 
@@ -200,7 +200,7 @@ def _refusing(command: str, call: Callable[[argparse.Namespace], int], options: 
     """The status of a command, 2 if its options make no sense or do not say what forward reads."""
     try:
         return call(options)
-    except _Refused as error:
+    except _RefusedOptions as error:
         why = str(error)
     except RuntimeError as error:
         if not isinstance(error.__cause__, UnknownValueError):
@@ -210,7 +210,7 @@ def _refusing(command: str, call: Callable[[argparse.Namespace], int], options: 
     return 2
 
 
-class _Refused(Exception):
+class _RefusedOptions(Exception):
     """Options that make no sense. The message is for the user."""
 
 
@@ -220,20 +220,22 @@ def _explain(options: argparse.Namespace) -> int:
     timing = {name: getattr(options, name) for name in _TIMING}
     is_timed = any(timing[name] is not None for name in ("bandwidth", "peak_flops", "tokens", "node_bandwidth"))
     if is_timed and missing:
-        raise _Refused(f"an estimate needs --{' and --'.join(missing)} too".replace("_", "-"))
+        raise _RefusedOptions(f"an estimate needs --{' and --'.join(missing)} too".replace("_", "-"))
     if options.ranks is None and not (options.hosts and options.ranks_per_node):
-        raise _Refused("--ranks is missing, or --hosts and --ranks-per-node")
+        raise _RefusedOptions("--ranks is missing, or --hosts and --ranks-per-node")
     if options.ranks is not None and len(options.hosts) > 1:
-        raise _Refused("several numbers of --hosts need --ranks-per-node in place of --ranks")
+        raise _RefusedOptions("several numbers of --hosts need --ranks-per-node in place of --ranks")
     if len(options.hosts) > 1 and (missing or options.picture):
         lacks = f"needs --{' and --'.join(missing)}" if missing else "has no --picture"
-        raise _Refused(f"a table of several numbers of --hosts {lacks}".replace("peak_flops", "peak-flops"))
+        raise _RefusedOptions(f"a table of several numbers of --hosts {lacks}".replace("peak_flops", "peak-flops"))
     places = options.hosts or [None]
     options.ranks = options.ranks or options.ranks_per_node * places[0]
     if not 0 <= options.rank < options.ranks:
-        raise _Refused(f"--rank {options.rank} is not one of {options.ranks} ranks, which are 0 to {options.ranks - 1}")
+        raise _RefusedOptions(
+            f"--rank {options.rank} is not one of {options.ranks} ranks, which are 0 to {options.ranks - 1}"
+        )
     if options.loss and not options.batch:
-        raise _Refused("--loss needs --batch too")
+        raise _RefusedOptions("--loss needs --batch too")
     build = _function(options.function)
     loss = _function(options.loss) if options.loss else None
     batch = _function(options.batch)() if options.batch else None
@@ -249,7 +251,7 @@ def _explain(options: argparse.Namespace) -> int:
     try:
         found = explain(build, ranks=options.ranks, hosts=places[0], **asked)
     except ValueError as error:
-        raise _Refused(str(error)) from error
+        raise _RefusedOptions(str(error)) from error
     program, _, _ = options.function.rpartition(":")
     program = program if program.endswith(".py") else f"-m {program}"
     given = options.bandwidth or 0.0, options.latency
@@ -257,7 +259,7 @@ def _explain(options: argparse.Namespace) -> int:
     try:
         estimate = found.estimate(**timing) if is_timed else None
     except ValueError as error:
-        raise _Refused(str(error)) from error
+        raise _RefusedOptions(str(error)) from error
     if options.json:
         print(json.dumps(found.as_dict() | ({"estimate": asdict(estimate)} if estimate else {}), indent=1))
     else:
@@ -267,9 +269,9 @@ def _explain(options: argparse.Namespace) -> int:
             found.picture(options.picture)
         except ImportError as error:
             needs = "it needs matplotlib: pip install 'fullshard[report]'"
-            raise _Refused(f"{options.picture} is not drawn: {needs} ({error})") from error
+            raise _RefusedOptions(f"{options.picture} is not drawn: {needs} ({error})") from error
         except (OSError, ValueError) as error:
-            raise _Refused(f"{options.picture} cannot be drawn: {error}") from error
+            raise _RefusedOptions(f"{options.picture} cannot be drawn: {error}") from error
     return 0
 
 
@@ -278,7 +280,7 @@ def _function(text: str) -> Callable[..., Any]:
     try:
         return _found(text)
     except (OSError, ImportError, LookupError, AttributeError) as error:
-        raise _Refused(f"{text} names no function: {error}") from error
+        raise _RefusedOptions(f"{text} names no function: {error}") from error
 
 
 def _found(text: str) -> Callable[..., Any]:

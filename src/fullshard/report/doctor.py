@@ -186,7 +186,7 @@ def _doctor(options: argparse.Namespace) -> int:
         print(f"fullshard doctor: {what}: fullshard doctor -- torchrun --nproc-per-node 2 file.py", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="fullshard-doctor-") as folder:
-        job = _Job(command, Path(folder), options)
+        job = _ObservedJob(command, Path(folder), options)
         job.follow()
         found = job.judge()
     print(json.dumps(found.as_dict(), indent=1) if options.json else f"\n{found}", flush=True)
@@ -219,7 +219,7 @@ class ProcessLog:
         return positions[-1]["text"] if positions else "before its first module is sharded"
 
 
-class _Job:
+class _ObservedJob:
     """A job that the doctor started."""
 
     def __init__(self, command: Sequence[str], folder: Path, options: argparse.Namespace) -> None:

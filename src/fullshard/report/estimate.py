@@ -157,7 +157,7 @@ def estimate_step(
     facts: ModelFacts, step: PredictedStep, given: Hardware, measured: Mapping[tuple[Pass, int], int] | None = None
 ) -> Estimate:
     """Runs the events of a step on the timeline. ``measured`` are FLOPs by pass and position of a group, if known."""
-    lanes = _Lanes(facts.groups, given, measured)
+    lanes = _EstimatedLanes(facts.groups, given, measured)
     for event in step.events:
         lanes.run(event)
     computed, exchanged, waited = lanes.computed, lanes.exchanged, lanes.waited
@@ -182,7 +182,7 @@ def estimate_step(
     )
 
 
-class _Lanes:
+class _EstimatedLanes:
     def __init__(
         self, groups: tuple[GroupFacts, ...], given: Hardware, measured: Mapping[tuple[Pass, int], int] | None
     ) -> None:

@@ -150,7 +150,7 @@ class _Node(torch.autograd.Function):
 _node: Callable[..., Any] = _Node.apply
 
 
-class _Log(StepLog):
+class _TwinLog(StepLog):
     """The log of twins: no other rank logs the same."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -256,7 +256,7 @@ class MetaStep:
             root.is_list = is_list
             self._schedules.append(schedule)
             schedule.comm.staging, schedule.step.forwards = self.staging, 1  # checks come before the first
-            schedule.log = schedule.step.log = _Log(schedule)
+            schedule.log = schedule.step.log = _TwinLog(schedule)
             schedule.log.listeners.append(self._logged)
         self._strategies = [group.options.strategy for group in self.groups]
 

@@ -115,7 +115,7 @@ def _writer(to: Any) -> Callable[[int, dict[str, float]], None]:
     return append
 
 
-class _Step:
+class _StepCounts:
     """The counts of a step, or of the part of a step up to the last optimizer step."""
 
     def __init__(self, begin: Point) -> None:
@@ -143,9 +143,9 @@ class Metrics(StepObserver):
         self._added: deque[dict[str, float]] = deque()  # figures of what happened in this step
         self._write = write
         self.step = first_step
-        self._stepped: _Step | None = None  # the current step, up to its last optimizer step
-        self._now = _Step(self.clock.now())  # counts since that optimizer step
-        self._ended: deque[_Step] = deque()
+        self._stepped: _StepCounts | None = None  # the current step, up to its last optimizer step
+        self._now = _StepCounts(self.clock.now())  # counts since that optimizer step
+        self._ended: deque[_StepCounts] = deque()
         self._gathered: dict[int, int] = {}  # bytes that a gather receives from others, by the id of the group
         self._reduced: dict[int, int] = {}
         for group in schedule.groups:
@@ -175,7 +175,7 @@ class Metrics(StepObserver):
         """Adds figures of what has just happened to the current step. Any thread may call it."""
         self._added.append(figures)
 
-    def _figures_of_disk(self, step: _Step) -> dict[str, float]:
+    def _figures_of_disk(self, step: _StepCounts) -> dict[str, float]:
         if not self._uses_disk:
             return {}
         before, self._transferred = self._transferred, DiskFile.transferred()
@@ -218,7 +218,7 @@ class Metrics(StepObserver):
             step.waits += part.waits
             step.received += part.received
             step.disk_waited += part.disk_waited
-        step.end, self._now = end, _Step(end)
+        step.end, self._now = end, _StepCounts(end)
 
     def end_step(self) -> None:
         step, self._stepped = self._stepped, None

@@ -43,7 +43,7 @@ class _Shm(ShmTransport):
         self._private, self._slots = messages, {}
 
 
-class _Hosts(HostsTransport):
+class _SimulatedHosts(HostsTransport):
     def __init__(self, hosts: Sequence[Sequence[int]], rank: int, messages: PointToPointTransport) -> None:
         self._private, self._slots, self.host_slots = messages, {}, {}  # type: ignore[assignment]
         here = next(host for host in hosts if rank in host)
@@ -81,6 +81,6 @@ def _transports(ranks: int, hosts: int) -> Callable[[dist.ProcessGroup], Transpo
             return messages
         if len(places) == 1 and asked != HostsTransport.name:
             return shared
-        return _Hosts([*places.values()], process_group.rank(), messages)
+        return _SimulatedHosts([*places.values()], process_group.rank(), messages)
 
     return transport

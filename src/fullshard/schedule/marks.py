@@ -29,7 +29,7 @@ Tell = Callable[[Any, torch.Tensor | None], None]
 NONE: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], list[int]] = (), (), []
 
 
-class _Mark(torch.autograd.Function):
+class _AliasMark(torch.autograd.Function):
     """Returns aliases that are no views, so that they may be written in place."""
 
     @staticmethod
@@ -50,7 +50,7 @@ class _Mark(torch.autograd.Function):
         return cls.apply(*args), dims[2:]  # type: ignore[no-untyped-call]
 
 
-class EndOfBackward(_Mark):
+class EndOfBackward(_AliasMark):
     """Marks a unit's inputs: when their gradients are there, the backward of the unit has ended."""
 
     @staticmethod
@@ -67,7 +67,7 @@ class EndOfBackward(_Mark):
 mark_plain = plain_apply(EndOfBackward)  # outside of transforms
 
 
-class Told(_Mark):
+class Told(_AliasMark):
     """Marks tensors under a transform. When one has a gradient, a method of a unit is told, in the unit's place."""
 
     @staticmethod
