@@ -56,8 +56,8 @@ def return_at_once() -> None:
 
 
 def _fill_holes() -> None:
-    """Allocate what is free in the heap, for ever, without touching it. What lies between pieces in use is otherwise
-    taken for tensors, and not returned when these are freed."""
+    """Allocate the free pieces of the heap, without touching them, and never free them. Otherwise tensors would use the
+    free memory between other pieces, and the heap could not return it to the system when they are freed."""
     _libc.mallinfo2.restype, _libc.malloc.restype = MallInfo, ctypes.c_void_p
     nbytes = 1 << _libc.mallinfo2().fordblks.bit_length()
     while nbytes >= SMALL_PIECE:

@@ -19,7 +19,7 @@ from fullshard.buffer.shared_memory import LINE, Counters, Segment
 from fullshard.buffer.slots import Slot, SlotBuffer, SlotPool
 from fullshard.device import Mark
 
-#: Makes a segment of so many bytes, and a private mapping of it, for all ranks of a host.
+#: Makes a segment of a number of bytes, and a private mapping of it, for all ranks of a host.
 ShareMemory = Callable[[int], tuple[Segment, Segment]]
 
 
@@ -99,5 +99,5 @@ class HostSlotBuffer(SlotBuffer):
 
 
 def slot_start(size: int) -> int:
-    """Bytes before a slot of so many ranks, which have their counters there."""
+    """The bytes before a slot, in which ``size`` ranks have their counters."""
     return 2 * LINE * size

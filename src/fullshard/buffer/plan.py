@@ -51,7 +51,7 @@ DEFAULT_LAYOUT = "even", ALIGNMENT
 CHUNK_ALIGNMENT = 4
 #: Elements of a chunk from which a parameter may be zero-copy: 256 KiB of fp32. Small ones are cheaper to copy.
 LEAST_ZERO_COPY = 2**16
-#: If several collectives are one launch, a parameter may be zero-copy from so many elements on, and if it has at least
+#: If several collectives are one launch, a parameter may be zero-copy if it has this number of elements, and at least
 #: 1/``MOST_TOGETHER`` of all elements. NCCL divides the bytes of a launch over about 16 channels, with at least 32 KiB
 #: for each. Within these bounds, several messages use as many channels as one, and each channel has one message.
 LEAST_TOGETHER = 2**14
@@ -98,7 +98,7 @@ class ParamShape:
         else:
             size = self.shape[self.dim]
             length = -(-size // ranks)
-            count, rest = divmod(size, length) if length else (0, 0)  # so many ranks have this length, and one the rest
+            count, rest = divmod(size, length) if length else (0, 0)  # ``count`` ranks have it, one has the rest
             edges = pairwise([0, count, count + (rest > 0), ranks])
             parts = zip(edges, (0, count * length, size), (length, rest, 0), strict=True)
             shares = [Share(range(*edge), first, number) for edge, first, number in parts if edge[0] < edge[1]]
@@ -448,7 +448,7 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
         while alike:
             first, *others = alike
             steps = [(b.full_start - a.full_start, b.shard_start - a.shard_start) for a, b in pairwise(alike)]
-            step = steps[0] if steps and steps[0][1] > 0 else (0, 0)  # the part of a later rank may lie before
+            step = steps[0] if steps and steps[0][1] > 0 else (0, 0)  # a later rank's part may lie before
             count = sum(1 for _ in takewhile(step.__eq__, steps))
             yield _piece([(count + 1, *step), *dims], first.full_start, first.shard_start, first.is_kept)
             alike = others[count:]

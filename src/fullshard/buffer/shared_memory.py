@@ -29,8 +29,8 @@ from fullshard.platforms import after_fork, libc, linux, resource
 
 ROUND = 1 << 32  # numbers between two calls of :meth:`Counters.skip_round`
 LINE = 64  # bytes that counters take for each process: no two share a cache line
-#: After so many uses the pages of a private mapping are looked at even if no use had a page fault: a leaf that somebody
-#: kept may be written outside of any use.
+#: Once in this number of uses, the pages of a private mapping are checked even if no use had a page fault: a program
+#: may keep a leaf, and write to it outside of any use.
 _USES = 64
 _NAME, _PAGEMAP = "fullshard", "/proc/self/pagemap"
 SHARED, PRIVATE, _OF_PROCESS = 1, 2, 0x22  # of Linux, as all that follows: MAP_SHARED, MAP_PRIVATE, and | MAP_ANONYMOUS
@@ -261,7 +261,7 @@ class Segment:
             self.discard_writes()
 
     def discard_writes(self, to: Segment | None = None) -> None:
-        """Let go of the pages of this process. ``to`` has them then if it is as large, and the system can move them."""
+        """Drop the pages of this process. They move to ``to`` if it has the same size and the system can do so."""
         if to is not None and (nbytes := to.address.nbytes) == self.address.nbytes:
             _libc().mremap(self.pages.start, nbytes, nbytes, _MOVE | _LEAVE, to.pages.start)
         _libc().madvise(self.pages.start, self.address.nbytes, _DONTNEED)

@@ -8,8 +8,8 @@ A buffer that was given back keeps its slot, and its values, until somebody else
 nothing. Where storages cannot exchange their memory, a slot is only a size: its taker frees the memory of its last
 holder, and allocates anew. On the CPU each keeps its address, and only the pages move.
 
-A :class:`Staging` owns the memory that transports work in, as many pieces as exchanges are under way at once. Pieces
-stay and grow: to fault memory in again at each exchange would cost nine times as much as to copy it.
+A :class:`Staging` owns the memory that transports work in: a piece for each exchange that is under way. Pieces stay and
+grow: to fault memory in again at each exchange would cost nine times as much as to copy it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SlotPool:
         self.gives_back = not (stays or is_host(device))
         self.is_host = is_host(device)
         self._allocate = allocate
-        #: Slots that any buffer may take: those that nobody holds first, then the longest unused.
+        #: Slots that any buffer may take: first those without a holder, then those that were unused the longest.
         self.free: list[Slot] = []
         self.buffers: weakref.WeakSet[SlotBuffer] = weakref.WeakSet()
         #: Size of an ordinary slot: the largest buffer that takes turns. Larger ones have slots of their own size.

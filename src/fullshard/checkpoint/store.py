@@ -37,9 +37,9 @@ LIMIT, PATIENCE, _SLOWEST = 30.0, 45.0, 128 << 10
 _UNKNOWN = 8 << 20
 #: Seconds between two renewals of a lease, and seconds without one after which it has expired.
 _RENEWAL, _EXPIRY = 30.0, 300.0
-#: How the names of objects begin that are made to read the store's clock.
+#: The prefix of objects that are made to read the store's clock.
 NOW = ".now-"
-#: The protocols of stores in which the first part of a path is a bucket, or a container, that is made apart.
+#: The protocols of stores in which the first part of a path is a bucket or a container, which must exist already.
 _WITH_BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "r2"}
 
 

@@ -134,12 +134,12 @@ class _CollectiveRoute:
         direction, transfers, process_group, tag, *_ = request
         self._gathers, self._comm = direction == "gather", comm
         what = "an all-gather" if self._gathers else "a reduce-scatter"
-        self._wait = Wait(what, process_group, tag, self._gathers)  # the order of calls is enough: for errors only
+        self._wait = Wait(what, process_group, tag, self._gathers)  # the tag is for errors: calls match by their order
         #: The user's collectives see one tensor, with the zero-copy parameters in it.
         self._plans = [each.plan if comm is None else replace(each.plan, zero_copy=()) for each in transfers]
         self._fulls = [alias(transfer.full) for transfer in transfers]
         self._shards = [alias(transfer.shard) for transfer in transfers if self._gathers]  # reductions bring others
-        #: Whether what is reduced does not go directly to its shard, by transfer.
+        #: For each transfer, whether reduced values are copied to the shard after the collective.
         self._casts = [comm is not None or full.dtype != shard.dtype for _, full, shard in transfers]
         dtypes = [full.dtype for full in self._fulls]
         kinds = [None] * len(dtypes) if self._gathers else dtypes

@@ -70,7 +70,7 @@ class EncodedMessage(NamedTuple):
 def lay_out_message(
     plans: tuple[BufferPlan, ...], dtypes: tuple[torch.dtype, ...], wire: Wire, owner: int, sums: bool
 ) -> EncodedMessage:
-    """The message with the parts of ``owner``: from it to any other rank or, if they are summed up, to it."""
+    """The message with the parts of ``owner``: from it to any other rank or, if it ``sums`` them, to it."""
     groups, numels, exact = list[list[tuple[Piece, int]]](), list[int](), list[tuple[Piece, int]]()
     every = [piece for i, plan in enumerate(plans) for piece in plan.pieces(owner, i) if sums or not piece.is_kept]
     encoded = [each for each in every if wire.encodes(each, dtypes[each.section])]

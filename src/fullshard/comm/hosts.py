@@ -236,7 +236,7 @@ class HostsSumRoute(HostsReduceRoute):
         return Started(partial(self._complete, super().exchange(reading), reading.number, reading.shards, others))
 
     def _complete(self, sums: Pending, number: int, shards: Sequence[torch.Tensor], others: Sources) -> None:
-        """Bring the sums of all ranks to the shards, when this rank has its own there."""
+        """Complete the sums in the shards: this rank's own sums are there already."""
         sums.finish()
         if there := [piece.of_shard(shards[piece.section]) for piece in self._own]:
             foreach_copy(self._here, there)

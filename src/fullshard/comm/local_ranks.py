@@ -26,7 +26,7 @@ _log = logging.getLogger("fullshard")
 #: Seconds for which a wait spins, and then yields the processor between two looks, before it sleeps. To spin so long
 #: costs about as much as a wake-up; ranks that wait for longer leave their core to threads that compute.
 _LOOK, _YIELD = 20e-6, 2e-3
-#: A wait sleeps for a fiftieth of the time that it has taken, and for at least and at most so many seconds.
+#: A wait sleeps for a fiftieth of the time that it has taken, within these limits in seconds.
 _SLEEP, _LONGEST_SLEEP = 100e-6, 5e-3
 _ALIVE = 0.05  # seconds between two looks at whether the other ranks still live
 
@@ -153,9 +153,9 @@ class LocalRanks:
 class PassBarrier:
     """Keeps apart reading and writing of shared memory, in which each rank writes its own part.
 
-    Between :meth:`enter` and :meth:`leave` every rank may read all of it, outside it may write what is its own. Ranks
-    number their passes, so that after a pass that an error cut short on some ranks the next one is right again; a rank
-    says ``8 * pass + 4 * has_left + 2 * kind_before + kind``, by a number at the beginning of ``segment``.
+    Between :meth:`enter` and :meth:`leave` every rank may read all of it; at other times a rank may write its own part.
+    Ranks number their passes. So they agree again in the next pass if an error cut one short on some ranks. A rank says
+    ``8 * pass + 4 * has_left + 2 * kind_before + kind``, by a number at the beginning of ``segment``.
     """
 
     def __init__(self, local_ranks: LocalRanks, segment: Segment) -> None:
@@ -163,7 +163,7 @@ class PassBarrier:
         self._counters = Counters(segment, 0, local_ranks.rank, local_ranks.size)
 
     def enter(self, doing: str, kind: Literal[0, 1] = 0, steps: int = 0) -> None:
-        """Wait until all ranks enter, for a forward or a backward (``kind`` 1), after so many ``steps`` of optimizers.
+        """Wait until all ranks enter, for a forward or a backward (``kind`` 1), after ``steps`` steps of optimizers.
         Raises RuntimeError if a rank enters another pass, has ended or is late, or if this process was forked."""
         counters, local_ranks, mine = self._counters, self._local_ranks, self._local_ranks.rank
         if os.getpid() != local_ranks.pids[mine]:

@@ -38,7 +38,7 @@ from fullshard.torch_private import foreach_copy
 #: Bytes of staging for what an exchange receives from all ranks. More is not faster, 2 MiB take half more CPU.
 STAGING = 8 * 2**20
 #: Bytes from which a piece gets a message of its own. A message costs about 30 us on either side, and more where its
-#: arrival stops the thread that sends another; copying so many bytes twice costs about as much.
+#: arrival stops the thread that sends another; to copy this number of bytes twice costs about the same.
 LARGE = 256 * 2**10
 #: Bytes of a group up to which two ranks use the backend's collectives, which then cost a third of messages. gloo's
 #: receiving thread spins while another thread sends to the same rank. That is the rule if both ranks send little at

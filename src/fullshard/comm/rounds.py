@@ -29,7 +29,7 @@ from fullshard.comm.transport import Direction
 
 
 class Staged(NamedTuple):
-    """A piece, and where it lies in the staging of its round: contiguous, so many bytes from the beginning."""
+    """A piece, and its place in the staging of its round, where it is contiguous: bytes from the beginning."""
 
     piece: Piece
     offset: int

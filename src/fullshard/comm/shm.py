@@ -73,7 +73,7 @@ class ShmTransport(Transport):
 
     @classmethod
     def control_bytes(cls, size: int) -> int:
-        """Bytes of ``control`` for so many ranks."""
+        """Bytes of ``control`` for ``size`` ranks."""
         return (3 * LINE + _ENTRIES) * size
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:

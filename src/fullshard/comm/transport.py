@@ -199,7 +199,7 @@ class Transport:
     name: str
     #: How many gradient buffers a backward uses at once, unless the user says.
     gradient_buffers = 1
-    #: Whether it uses collectives, in which a backend may end a process that brings another size than the others.
+    #: Whether it uses collectives, in which a backend may end a process whose size differs from that of the others.
     ends_processes = False
     #: Whether a reduction is best given the messages of all ranks, and zero-copy gradients as they are.
     takes_messages = False
@@ -209,11 +209,11 @@ class Transport:
     compares_reductions = False
     #: Whether its memory is registered with a backend.
     registers_memory = False
-    #: Whether it calls functions of the user's, which one rank calls too.
+    #: Whether it calls functions of the user, also if there is only one rank.
     is_custom = False
     #: Whether all ranks share memory, so that nothing is sent.
     shares_all = False
-    #: With which ranks this one exchanges messages, where it does so for others of its host too.
+    #: The ranks with which this rank exchanges messages, if it does so for other ranks of its host too.
     peers: Peers | None = None
     _private: Transport | None = None
 

@@ -66,7 +66,7 @@ class Waits:
         self.beside: dict[threading.Thread, Wait] = {}  # what other threads wait for, each in an object of its own
         self.judged: tuple[int, str] = -1, ""  # which of its waits will not end, by ``count``, and why
         self.position: Callable[[], Position] = Position  # where it is
-        #: Are told each wait of the training that has ended, and its begin and end, in nanoseconds of ``clock``.
+        #: Called with each wait of the training that has ended, and its begin and end, in nanoseconds of ``clock``.
         self.listeners: list[Callable[[Wait, int, int], object]] = []
         self.clock = time.monotonic_ns
         #: Called before a wait of the training through :func:`waiting`, until ``watched`` is the default process group.

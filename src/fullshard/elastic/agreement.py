@@ -206,7 +206,7 @@ class Agreement:
             self._send(self.members, Chosen(self.membership.number, self.step, replicas))
 
     def follow(self, step: int) -> None:
-        """A process that is no member has stepped as the members have, and ``step`` runs now."""
+        """This process, which is not a member, has made the steps of the members, and ``step`` runs now."""
         self.step, self._is_complete = step, False
 
     def _note_complete(self, process: int, step: int) -> None:
@@ -363,7 +363,7 @@ class Agreement:
     # -- decisions -----------------------------------------------------------------------------------------------------
 
     def _install(self, sender: int, message: Decided) -> None:
-        """Takes part under a new membership, and tells everyone whom it concerns."""
+        """Adopts a new membership, and sends it to the old and the new members."""
         value = message.value
         if value.number <= self.membership.number:
             return
@@ -395,8 +395,8 @@ class Agreement:
         self._activate()
 
     def _activate(self) -> None:
-        """Makes this process a member once every older member that is left has told it of the same membership: one of
-        them alone may be the last that knows of it, and may have ended."""
+        """Makes this process a member once every older member that is left has told it of the same membership. A single
+        member is not enough: it may be the only one that knows of the membership, and may have ended."""
         value = max(self._told.values(), default=self.membership)
         if self.state is not Stage.OUT or self.me not in value.joined:
             return

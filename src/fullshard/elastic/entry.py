@@ -70,7 +70,7 @@ class Entering:
         self._found([json.loads(store.get(f"{_KEYS}/{other}")) for other in range(size)])
 
     def _found_by_directory(self, directory: Path, processes: int) -> None:
-        """Begins a job with as many processes as the user says, or joins it, if that many others were faster."""
+        """Begins a job with as many processes as the user said, or joins it if that many other processes came first."""
         key = key_of(directory)
         self._begin_alone(-1, processes)
         connections = self._connections = self._open(key, host_address())

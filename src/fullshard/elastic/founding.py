@@ -1,6 +1,6 @@
 """How the first processes of a job find each other in a directory that all of them see, without a launcher.
 
-Each takes one of as many numbers as there are to be processes, and waits until all are taken by processes that answer.
+There is a number for each process. Each takes one, and waits until processes that answer have taken all of them.
 One that ends meanwhile, or is left from an earlier job, loses its number to another. Owns the files of the numbers.
 """
 

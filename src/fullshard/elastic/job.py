@@ -67,7 +67,7 @@ class Job(Entering):
         self._row: Row = ()  # whose process group this process is in
         self._row_connections: Collection[tuple[str, str]] = ()  # of the backend between the processes of the row
         self._frozen_since = math.inf  # while the agreement is frozen
-        self._wait_count, self._since = -1, 0.0  # of training, and since when there are so many
+        self._wait_count, self._since = -1, 0.0  # the number of training's waits, and since when it is that
         self._times: dict[str, float] = {}  # when a change was noticed and agreed, and this process in its new row
         self._first = 0  # the step from which on this process is a member
         self._mean: tuple[bytes, tuple[bool, ...]] | None = None  # of the step that ends, for those that follow
@@ -151,7 +151,7 @@ class Job(Entering):
                 self._agreement.receive(sender, message)
                 self._after_agreement()
             elif isinstance(message, Kept | Square | Copy) and message.number < back:
-                pass  # of a future that will be another one
+                pass  # of steps that will be repeated
             elif isinstance(message, Copy):
                 self._agreement.copies[message.step, message.shard] = message.data
             elif isinstance(message, Kept):
@@ -290,7 +290,7 @@ class Job(Entering):
             self._connections.send(process, has)
 
     def _tell_change(self, text: str) -> None:
-        """Logs how the job changes: one of its processes shows it."""
+        """Logs how the job changes: as a warning on one process, as information on the others."""
         _log.log(logging.WARNING if self._is_first else logging.INFO, text)
 
     def _end_change(self) -> None:
@@ -308,7 +308,7 @@ class Job(Entering):
         )
 
     def _tell(self, kept: Kept) -> None:
-        """Tells the other processes of the shard where gradients are."""
+        """Tells the other processes with the same shard where gradients are."""
         assert self._kept is not None
         kept = kept._replace(number=self._agreement.membership.number)
         whole: Kept | None = None  # for those that cannot read the memory of this process
@@ -319,7 +319,7 @@ class Job(Entering):
                 self._connections.send(process, kept if is_near else whole)
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> None:
-        """Waits until a condition holds, with the lock. Raises ElasticError if nothing can make it true any more."""
+        """Waits, with the lock, until a condition is true. Raises ElasticError if it can no longer become true."""
         with waiting(what, None):
             self._wait_for(condition, what)
 

@@ -131,7 +131,7 @@ class KeptChanges(KeptGradients):
         return kept
 
     def tell_again(self, step: int) -> list[Kept]:
-        """What this process has kept itself: only rows that live take part."""
+        """The changes that this process has computed itself: no row that has ended takes part."""
         rows: list[Row] = [row for row in self.replicas_of(step) if self._rank in row]
         return [self._note(step, row, *self._of[step, row]) for row in rows]
 
@@ -247,7 +247,7 @@ class LocalJob(Restoring):
         return order
 
     def _has_ended(self, step: int) -> bool:
-        """Whether a step counts, and the first process of this row has no order for it that is still to come."""
+        """Whether a step counts, and this process expects no more orders for it from the first process of its row."""
         with self._changed:
             if self._local is None or not self._counts(step):
                 return self._counts(step)

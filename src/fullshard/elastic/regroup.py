@@ -142,7 +142,7 @@ class Regrouping(Job):
             return values[row, key]
 
     def survives(self, error: BaseException, has_stepped: bool) -> bool:
-        """Whether an error in a step is that of a lost process, without which the job goes on."""
+        """Whether an error in a step says that a process was lost, and the job goes on without that process."""
         if isinstance(error, RepeatStep):
             return True
         is_loss = isinstance(error, PeerFailureError) or (isinstance(error, RuntimeError) and comes_from_backend(error))

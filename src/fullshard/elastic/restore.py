@@ -161,7 +161,7 @@ class Restoring(Regrouping):
                     self._connections.send(process, message)
 
     def _find_holder(self) -> None:
-        """Sends the copies of this process to its holder, if that is another one than before."""
+        """Sends the copies of this process to its holder, if it has a new holder."""
         if not self._copy_every or self.rank not in self._agreement.members:
             return
         holder = holder_of(self.rank, self._agreement.members, {**self._connections.host_of, self.rank: host_id()})
@@ -172,7 +172,7 @@ class Restoring(Regrouping):
                     self._connections.send(holder, Copy(self._number, *key, data))
 
     def _serve_copies(self) -> None:
-        """Sends new processes the copies that they need, or lets the process that can do so know."""
+        """Sends new processes the copies that they need, or asks the process that has these to do so."""
         agreement, step = self._agreement, self._agreement.membership.step
         for process, shard in [*self._wanted.items()]:
             owners = [each for each, has in agreement.members.items() if has == shard and each not in agreement.lost]

@@ -13,8 +13,8 @@ Row = tuple[int, ...]  # a process for each shard
 
 
 def arrange(rows: Sequence[Row], shard_of: Mapping[int, int], shards: int, replicas: int) -> tuple[Row, ...]:
-    """The rows of the processes in ``shard_of``, which maps each to its shard. Rows that are whole stay, and come
-    first. The other processes form further rows, at most one for each replica; none if a shard is missing."""
+    """The rows of the processes in ``shard_of``, which maps each to its shard. Complete rows stay, and come
+    first. The other processes form more rows, at most one for each replica. They form none if a shard is missing."""
     kept = [row for row in rows if all(process in shard_of for process in row)]
     placed = {process for row in kept for process in row}
     free: list[list[int]] = [[] for _ in range(shards)]

@@ -142,7 +142,7 @@ class Elastic(LocalJob):
             state: what else a new process must get, by name: objects with ``state_dict()`` and ``load_state_dict()``,
                 such as a learning-rate scheduler. They hold tensors and plain values only.
             local: lets replicas train apart for more than one step at a time; ``optimizer`` is the outer one then.
-            copy_every: after so many steps each process copies the state of its shard, and sends the copy to a process
+            copy_every: in steps, how often each process copies the state of its shard, and sends the copy to a process
                 that has a different shard, if possible on a different host. If all processes of a shard end, the job
                 goes back to the last copies, and waits for a new process. 0: a lost shard ends the job.
             load: loads a checkpoint, if there is one, together with the other processes of a row, whose default process

@@ -20,7 +20,7 @@ _owners: dict[int, tuple[weakref.ref[GroupContext], int, weakref.ref[nn.Paramete
 
 
 def register(group: GroupContext, tensors: Iterable[tuple[int, nn.Parameter]]) -> None:
-    """Note which tensors stand for the parameters of ``group``, by index: as it took them or as it shows them."""
+    """Note tensors that stand for parameters of ``group``, by index: the original ones, or those that modules show."""
     for index, param in tensors:
         key = id(param)
         _owners[key] = (weakref.ref(group), index, weakref.ref(param, partial(_forget, key)))

@@ -119,9 +119,9 @@ class ShardBuffer:
 class SharedChunks:
     """Where the chunks of this rank lie in the full buffer that the ranks of a host share.
 
-    A chunk lies where all ranks read it, if it can. Some cannot: those of another dtype than is computed in, those cut
-    along another dim than the first, and those that every rank has whole. They lie in this rank's own memory and are
-    *published*: copied to their part of the full buffer when a pass begins.
+    Most chunks lie in their part of the full buffer, where all ranks read them. Other chunks lie in this rank's own
+    memory: those that are cast, those that are not cut along the first dim, and those that every rank has whole. They
+    are *published*: copied to their part of the full buffer when a pass begins.
     """
 
     @torch.inference_mode(False)

@@ -276,8 +276,8 @@ def _substitute_for(
 
 
 def _cut_again(optimizer: Optimizer, name: str, value: DTensor, spec: torch_private.DTensorSpec) -> DTensor:
-    """State that was loaded from a model whose ragged parameters have other cuts, cut as its parameter is. All ranks
-    must call it. Raises ValueError if the state is quantized."""
+    """Cuts state like its parameter, if it was loaded from a model that cuts its ragged parameters differently. All
+    ranks must call it. Raises ValueError if the state is quantized."""
     blocks = _blocks_of(optimizer)
     if blocks is not None and blocks.quantize(value.numel()):
         raise ValueError(

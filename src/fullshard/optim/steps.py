@@ -68,7 +68,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if group.full.state is State.UNSHARDED:
                 group.leave_unsharded()  # what modules show would be old
             if group.gradients.shown.grads:
-                group.gradients.hide()  # the step leaves out what waits, which is kept
+                group.gradients.hide()  # the step does not use the gradients that wait, which are kept
         group.writes += 1  # counted here too, because no hook runs after a step that raises
     # In a backward, and where a rank has no state to save, the number of steps differs between ranks.
     if is_between_passes and not only_makes_state(optimizer, kwargs):

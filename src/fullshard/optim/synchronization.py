@@ -120,7 +120,7 @@ class ModelFragment:
     """Parameters that are synchronized at the same steps.
 
     Attributes:
-        phase: their number of steps, modulo the steps from one synchronization to the next.
+        phase: the number of steps at which they are synchronized, modulo the steps between two synchronizations.
         anchors: this rank's part of each, on which all replicas agree.
         outer: steps on the anchors; ``None``: they become the mean.
         differs: whether replicas have changed the parameters since they were last synchronized.

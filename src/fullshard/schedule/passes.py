@@ -26,7 +26,7 @@ class Passes:
         self._barriers: list[PassBarrier] = []
 
     def begin(self, kind: Kind, groups: Iterable[ParamGroup], steps: int) -> None:
-        """Publish this rank's shards, and wait until all ranks have done so, after as many ``steps`` of optimizers."""
+        """Publish this rank's shards, and wait until all ranks have done so after the same ``steps`` of optimizers."""
         barriers: dict[int, PassBarrier] = {}  # one for all groups that the same ranks share
         self.groups = [*groups]
         for group in self.groups:
@@ -41,8 +41,8 @@ class Passes:
                 group.full.let_read(True)
 
     def end(self, doing: str = "") -> None:
-        """Wait until all ranks have ended the pass, and so have read what they need. If an error cut it short, nothing
-        is ``doing``, and nobody is waited for."""
+        """Wait until all ranks have ended the pass, and so have read what they need. If an error cut the pass short,
+        ``doing`` is empty, and this rank does not wait."""
         groups, self.groups = self.groups, []
         for group in groups:
             if not group.full.state.is_unsharded:

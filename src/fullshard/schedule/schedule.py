@@ -37,7 +37,7 @@ from fullshard.schedule.states import Idle
 from fullshard.schedule.step_log import StepLog
 from fullshard.torch_private import call_after_backward, make_fx_mode, process_groups, running_backward, version_of
 
-#: What to do after an error. The schedule does not do this unasked: a rank that goes on alone could gather one layer
+#: What to do after an error. The schedule does not do this by itself: a rank that goes on alone could gather one layer
 #: while other ranks gather a different one. If the sizes agree, it would compute with wrong weights.
 CUT_SHORT = (
     "{} did not end, probably because of an error in it: look at that error first, then call reset_iter_state() on "
@@ -85,7 +85,7 @@ class Schedule:
         self._count_anew(list(dict.fromkeys(each for each in used if each is not None)))
         #: Checks the gradients of a group, before or after they are reduced; see :mod:`fullshard.finite`.
         self.inspect: Callable[[ParamGroup, bool], None] | None = None
-        self.prefetch_limit: int | None = 1  # groups; ``None``: as many as fit into so many bytes of full buffers
+        self.prefetch_limit: int | None = 1  # groups; ``None``: ``prefetch_bytes`` is the limit, if there is one
         self.prefetch_bytes: int | None = None
         self.is_last_backward = True
         self._backward_began = False  # whether one has begun in a step that has not ended
@@ -208,7 +208,7 @@ class Schedule:
 
     def _check_pass(self, kind: Kind) -> None:
         """End a pass with the other ranks, and raise RuntimeError if ranks differed in it and its results may be used,
-        or if a leaf that somebody kept was written while it was sharded."""
+        or if a leaf that the program has kept was written while it was sharded."""
         if self.passes.groups and self.is_idle:
             self.passes.end(f"the end of a {kind}")
         if self.log.listeners:
@@ -411,8 +411,8 @@ class Schedule:
 
     def _gather_ahead(self, targets: Iterable[ParamGroup], most: int | None, room: int | None) -> None:
         """Start the gathers of the first ``most`` groups, and of those whose full buffers have ``room``; ``None`` is no
-        limit. The gather after them starts what comes before it: it then waits for no replica and no disk. Shared
-        memory has nothing to start."""
+        limit. The group after them starts what its gather has to wait for, from replicas or a disk. Groups in shared
+        memory have nothing to start."""
         begins_next = self._starts_early and not (most is room is None)
         for number, group in enumerate(islice(targets, most if most is None else most + begins_next)):
             room = room if room is None else room - group.full.buffer.nbytes

@@ -197,7 +197,7 @@ class StepLog(Log):
 
 
 def _is_compared(group: ParamGroup, reduced: frozenset[int], process_group: dist.ProcessGroup) -> bool:
-    """Whether ranks of a process group take part in a call that they do not compare in shared memory anyway."""
+    """Whether ranks of a process group compare a call here: they take part in it, and no shared memory compares it."""
     if process_group is group.data.replicate_group:
         return group.options.strategy.all_reduces if reduced else group.data.shards_replicas
     in_memory = group.shard.shared is not None and reduced and group.reduce_transport.compares_reductions

@@ -393,7 +393,7 @@ def start_watch() -> None:
     try:
         watch = Watch(default_store(), _watch)
     except (RuntimeError, NotImplementedError) as error:  # an unsupported kind of store
-        _log.info("no watch over ranks: %s", error)
+        _log.info("this rank cannot watch the other ranks: %s", error)
         return
     if _watch is None:
         _follow_errors()
