@@ -230,6 +230,7 @@ class Explorer(Invariants):
             case Ask(back):
                 if sender not in {*process.members, *process.lost} and back >= process.membership.back:
                     process.candidates[sender] = self.shard_of[sender]
+                    process.followers.add(sender)  # see Stepped
                     process.consider()
             case Copy(number, step, shard, data):
                 if number >= process.membership.back:

@@ -216,3 +216,16 @@ def test_less_than_a_majority_decides_only_when_each_has_read_the_last_message_o
         there.lose(lost)
         here.receive(1, there.outbox.pop()[1])
     assert [receiver for receiver, _ in here.outbox] == [1]
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_candidate_that_lacks_a_step_joins_only_if_it_is_sent_the_gradients(follows: bool) -> None:
+    alone = Agreement(0, 1, 2, Membership(0, 0, ((0, 0),), ((0,),)))
+    alone.complete()
+    assert alone.step == 1
+    alone.candidates[1] = 0
+    if follows:
+        alone.followers.add(1)
+    alone.consider()
+    alone.receive(1, Promise(0, (1, 0), None, 0, False, frozenset()))  # it has made no step
+    assert (alone.membership.number, alone.membership.joined) == (1, (1,) if follows else ())

@@ -142,6 +142,7 @@ class Agreement:
     Attributes:
         step: the step that runs: all steps before it count here.
         candidates: processes that are no members and ask to be, with their shards.
+        followers: those of them to which a member sends the gradients of each step.
         chosen: the replicas that take part in a step, if they are chosen.
         copies: of states, by the step and the shard. None may be dropped while this process is frozen.
         goes_back: whether this process has yet to load its copy of ``step``.
@@ -158,6 +159,7 @@ class Agreement:
         self.suspected: set[int] = set()
         self.hanging: set[int] = set()  # of these, those that answer and yet do not train
         self.candidates: dict[int, int] = {}
+        self.followers: set[int] = set()
         self.chosen: dict[int, tuple[Any, ...]] = {}
         self.copies: dict[tuple[int, int], Any] = {}
         self.goes_back = False
@@ -319,7 +321,8 @@ class Agreement:
         joined = {}
         for process, shard in self.candidates.items():
             behind = step - promises[process].step if process in promises else -1
-            if behind == 0 or (behind == 1 and shard in members.values()):  # which sends it the gradients of that step
+            is_sent = process in self.followers and shard in members.values()  # the gradients of the last step
+            if behind == 0 or (behind == 1 and is_sent):
                 joined[process] = shard
         number, back, holders = self.membership.number + 1, self.membership.back, tuple[tuple[int, int], ...]()
         if missing_shards(members | joined, self._shards):

@@ -131,7 +131,7 @@ class Job(Entering):
     def _ask_to_be_member(self) -> None:
         if self.is_joining and self.step not in self._followed:
             for process in [*self._connections.addresses]:  # others connect meanwhile
-                self._connections.send(process, Candidate(self.shard, self._back))
+                self._connections.send(process, Candidate(self.shard, self._back, not self._has_copy))
 
     def _find_holder(self) -> None:
         """Overridden: a membership may mean another holder of the copies of this process."""
@@ -177,9 +177,10 @@ class Job(Entering):
                 self._followed[message.step] = message
                 self._squares.update({(message.step, each.shard): each for each in message.squares})
             elif isinstance(message, Candidate):
-                self._last_number = max(self._last_number, sender)
+                self._last_number, followers = max(self._last_number, sender), self._agreement.followers
                 if sender not in self._agreement.members and message.back >= back:
                     self._agreement.candidates[sender] = message.shard
+                    (followers.add if message.follows else followers.discard)(sender)
                     self._agreement.consider()
                     self._after_agreement()
             self._changed.notify_all()
