@@ -64,9 +64,9 @@ def random_job(seed: int) -> Job:
         job.device, job.transport = chosen.choice(("late", "checked")), "collective"
     job.has_launcher = chosen.random() >= 0.2
     if job.every and replicas > 1 and chosen.random() < 0.4:  # a job waits for the processes that it lacks
-        for each in faults.values():
-            each[:] = [(step, place, what.replace("STOP", "KILL")) for step, place, what in each]
         job.quorum, job.joins, job.is_supervised = 2, [], True
+    for each in faults.values() if job.is_supervised else ():  # nobody replaces a process that is stopped
+        each[:] = [(step, place, what.replace("STOP", "KILL")) for step, place, what in each]
     if job.shards * job.replicas > 2 and job.quorum < 2 and not why_impossible() and chosen.random() < 0.2:
         job.has_network, job.silence, job.hosts = True, 4.0, chosen.choice(("ab", "aabb", "aab", "abc", "aabc"))
         if chosen.random() < 0.5:

@@ -134,9 +134,9 @@ def run(job: Job, limit: float = 90.0) -> Result:
 
 
 def _ended_early(process: ForkServerProcess, output: str, steps: int) -> bool:
-    """Whether a process was killed, or has left a job before its end."""
+    """Whether a process was killed, has given up, or has left a job before its end."""
     has_left = process.exitcode == 0 and any("ended" in each and each["step"] < steps for each in _lines(output))
-    return has_left or process.exitcode == -signal.SIGKILL
+    return has_left or process.exitcode in (-signal.SIGKILL, 3)
 
 
 def _end(process: ForkServerProcess) -> int:
