@@ -188,6 +188,8 @@ class Connections:
                 socket.create_connection(address, _REFUSES).close()
             except ConnectionRefusedError:
                 return True
+            except ConnectionError:  # the process is about to end
+                pass
             except OSError:  # nobody answers
                 return False
             time.sleep(_REFUSES / 50)
