@@ -72,6 +72,23 @@ def test_one_of_another_host_has_ended_if_its_host_refuses_connections() -> None
     second.close()
 
 
+def test_a_connection_that_is_reset_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of another host that is about to end may accept one, and reset it."""
+    first, second = pair()
+    first.host_of[1], answers = "another", [ConnectionResetError(), ConnectionRefusedError()]
+
+    def create_connection(*_: Any) -> Any:
+        raise answers.pop(0)
+
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+    break_connection(first, 1)
+    assert first.heard.get(timeout=2) == (1, "ended")
+    assert not answers
+    monkeypatch.undo()
+    first.close()
+    second.close()
+
+
 def test_one_of_another_host_has_ended_if_it_said_goodbye() -> None:
     first, second = pair()
     first.host_of[1] = "another"
