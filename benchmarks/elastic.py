@@ -154,7 +154,7 @@ def joining(options: argparse.Namespace) -> tuple[float, float]:
         return math.nan, math.nan
     fetched, ends = news[0]["fetched"], [*before, *(each["end"] for each in said[0])]
     if not news[1:]:
-        return float("nan"), news[0]["bytes"] / 2**20
+        return math.nan, news[0]["bytes"] / 2**20
     first = news[1]["end"]
     during = [after - before for before, after in pairwise(ends) if fetched - 0.5 < after < first + 0.5]
     usual = [after - before for before, after in pairwise(before[3:])]

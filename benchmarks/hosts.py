@@ -131,14 +131,20 @@ def measure_hosts(work: Work, counts: list[int], rate: str, rounds: int) -> dict
     names = [DDP, FSDP2, "zero_stage=3"]
     for count in counts:
         every = run_on_hosts(2, count, rate)(take_turns, 2 * count, work, rounds, names)
-        found["ranks"][count] = {
-            name: {
-                "wall": [max(step) for step in zip(*(rank[name][0] for rank in every), strict=True)],
-                "sent": max(rank[name][1] for rank in every) / work.model_bytes,
-            }
-            for name in names
-        }
+        found["ranks"][count] = over_ranks(every, work)
     return found
+
+
+def over_ranks(every: list[dict[str, tuple[list[float], float]]], work: Work) -> dict[str, dict[str, Any]]:
+    """What :func:`take_turns` found on all ranks: by contender the seconds of the slowest rank in each step, and what
+    the card that sends most sends, in bytes of all parameters."""
+    return {
+        name: {
+            "wall": [max(step) for step in zip(*(rank[name][0] for rank in every), strict=True)],
+            "sent": max(rank[name][1] for rank in every) / work.model_bytes,
+        }
+        for name in every[0]
+    }
 
 
 def most_held(work: Work, name: str) -> float:
@@ -247,8 +253,8 @@ def main() -> None:
             drawn: dict[str, dict[int, float]] = {name: {} for name in _LOOKS}
             for count in counts:
                 every = run_on_hosts(given.hosts, count, given.rate)(take_turns, given.hosts * count, work, 0, [*drawn])
-                for name in drawn:
-                    drawn[name][count] = max(rank[name][1] for rank in every) / work.model_bytes
+                for name, found in over_ranks(every, work).items():
+                    drawn[name][count] = found["sent"]
             draw(drawn, given.hosts, given.picture)
             return
         if given.exchange:
@@ -262,14 +268,13 @@ def main() -> None:
                 held = sum(run(most_held, size, work, name)) / given.hosts
                 print(f"{name:<22}{held / work.block_bytes:>8.1f} blocks a host")
             return
-        ranks = run(take_turns, size, work, given.rounds, names)
+        compared = over_ranks(run(take_turns, size, work, given.rounds, names), work)
     except HostsError as error:
         sys.exit(f"no hosts to measure between: {error}")
-    walls = {name: [max(each) for each in zip(*(rank[name][0] for rank in ranks), strict=True)] for name in names}
+    walls = {name: found["wall"] for name, found in compared.items()}
     print(f"{'':<22}{'bytes':>8}{'ms':>8}{'/ DDP':>8}{'/ FSDP2':>8}")
     for name in names:
-        sent = max(rank[name][1] for rank in ranks) / work.model_bytes
-        line = f"{name:<22}{sent:>8.2f}{1000 * median(walls[name]):>8.0f}"
+        line = f"{name:<22}{compared[name]['sent']:>8.2f}{1000 * median(walls[name]):>8.0f}"
         for other in (DDP, FSDP2):
             pairs = zip(walls[name], walls.get(other, []), strict=False)
             line += f"{median([one / two for one, two in pairs] or [float('nan')]):>8.2f}"

@@ -107,18 +107,19 @@ def run(job: Job, limit: float = 90.0) -> Result:
     with ExitStack() as made:
         directory = made.enter_context(tempfile.TemporaryDirectory())
         hosts = made.enter_context(Hosts(max(2, len({*job.hosts})))) if job.has_network else ()
+        host_of = dict(zip("abcdefgh", hosts, strict=False))
         port, size = _free_port(), job.shards * job.replicas
         deadline = time.monotonic() + limit
-        processes = [_start(job, directory, port, rank, hosts) for rank in range(size)]
+        processes = [_start(job, directory, port, rank, host_of) for rank in range(size)]
         for joins in job.joins:
             _wait_for_step([f"{directory}/{rank}.out" for rank in range(size)], joins, processes, deadline)
-            processes.append(_start(job, directory, port, len(processes), hosts))
+            processes.append(_start(job, directory, port, len(processes), host_of))
         replaced = 0
         while time.monotonic() < deadline and any(_runs(each) for each in processes):
             time.sleep(0.05)
             early = sum(_ended_early(each, f"{directory}/{at}.out", job.steps) for at, each in enumerate(processes))
             while job.is_supervised and early > replaced:
-                processes.append(_start(job, directory, port, len(processes), hosts))
+                processes.append(_start(job, directory, port, len(processes), host_of))
                 replaced += 1
             trained = [each for rank, each in enumerate(processes) if rank < size or _read(f"{directory}/{rank}.out")]
             if not any(_runs(each) for each in trained):  # a process that is new finds no job, and waits for a launcher
@@ -153,21 +154,21 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _start(job: Job, directory: str, port: int, rank: int, hosts: Sequence[Host]) -> ForkServerProcess:
+def _start(job: Job, directory: str, port: int, rank: int, host_of: Mapping[str, Host]) -> ForkServerProcess:
     plan = {"steps": job.steps, "replicas": job.replicas, "directory": f"{directory}/members", "pause": job.pause}
     plan |= {"faults": job.faults.get(rank, ()), "micro_batches": job.micro_batches, "groups": job.groups}
     plan |= {"host": job.host_of(rank), "every": job.every, "quorum": job.quorum, "grace": job.grace}
     plan |= {"copy_every": job.copy_every, "saved": job.saved, "device": job.device}
     size, env = job.shards * job.replicas, {"FULLSHARD_TRANSPORT": job.transport}
     if job.has_launcher:
-        first = hosts["abcdefgh".index(job.host_of(0))].address if hosts else "127.0.0.1"
+        first = host_of[job.host_of(0)].address if host_of else "127.0.0.1"
         env |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": first, "MASTER_PORT": str(port)}
     else:
         plan["processes"] = size
-    if hosts:
+    if host_of:
         env["GLOO_SOCKET_IFNAME"] = INTERFACE
     env["FULLSHARD_HANG_TIMEOUT"] = str(job.silence)
-    host = hosts["abcdefgh".index(job.host_of(rank))].process if hosts else 0
+    host = host_of[job.host_of(rank)].process if host_of else 0
     process = _context.Process(target=_run_process, args=(plan, env, f"{directory}/{rank}", host))
     process.start()
     return process

@@ -375,6 +375,7 @@ class Agreement:
         has_stepped, is_chosen = value.step > self.step, self.step in self.chosen
         self.chosen = {step: replicas for step, replicas in self.chosen.items() if step < value.step}
         self.candidates.clear()  # those that are not among the members ask again
+        self.followers.clear()
         may_step = mine or self.me in value.joined
         if self.me not in value.shard_of or (has_stepped and not may_step) or value.step - self.step > 1:
             self.membership, self.state = value, Stage.OUT

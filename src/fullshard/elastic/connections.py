@@ -26,9 +26,7 @@ Address = tuple[str, int]
 SILENT, HANGS = "is silent: it is stopped, or the network is cut", "hangs: it computes, and others wait for it"
 _END, _GOODBYE = object(), None
 _BEAT = 1.0  # seconds between two messages that say that a process is alive
-_REFUSES = (
-    3.0  # seconds after the end of a connection in which the host of a process that has ended refuses another one
-)
+_REFUSES = 3.0  # seconds in which the host of a process that has ended refuses another connection
 
 
 class Connections:
