@@ -124,6 +124,8 @@ class Explorer(Invariants):
             for other in range(size):
                 if channel := world.channels[other * size + me]:
                     yield me, "receives", other, channel[0]
+                    if left.resets and other in world.dead:
+                        yield me, "is reset by", other
                 elif other in world.dead and other not in process.lost:
                     yield me, "loses", other
             is_new = me == self.new and process.membership.number < 0
@@ -172,6 +174,8 @@ class Explorer(Invariants):
         left = left._replace(asks=0) if what == "asks" else left
         if what == "receives":
             channels[event[2] * size + me] = channels[event[2] * size + me][1:]
+        elif what == "is reset by":
+            channels[event[2] * size + me] = ()
         elif what == "completes":
             computed = max(computed, self.objects[number].step)
         if what != "dies":
@@ -196,6 +200,8 @@ class Explorer(Invariants):
                 self._receive(process, sender, self.objects[message])
             case ("loses", other):
                 process.lose(other)
+            case ("is reset by", other):
+                process.lose(other, is_read=False)
             case ("suspects" | "hangs" | "trusts" as word, other):
                 process.suspect(other, word != "trusts", word == "hangs")
             case ("chooses", replicas):
@@ -275,6 +281,7 @@ class Explorer(Invariants):
             return
         last = max(each.membership for each in living).shard_of
         able = {each.me for each in living} & last.keys() - {other for each in living for other in each.suspected}
-        enough = 2 * len(able) > len(last) or last.keys() - able <= world.dead
+        gone, unread = last.keys() - able, {other for each in living for other in each.unread}
+        enough = 2 * len(able) > len(last) or (gone <= world.dead and (len(able) == len(gone) or not gone & unread))
         if able and enough and not missing_shards({each: last[each] for each in able}, self.shards):
             self.fail("nothing is stuck", quiet, (-1, "is stuck", *map(vars, living)))

@@ -21,6 +21,7 @@ COPIES = {0: 0, 1: 0, 2: 0}, 1, 3
 THREE = {0: 0, 1: 1, 2: 0}, 2, 2
 FOUR = {0: 0, 1: 1, 2: 0, 3: 1}, 2, 2
 PAIR = {0: 0, 1: 0}, 1, 2
+COPIES_AND_NEW = {0: 0, 1: 0, 2: 0, 3: 0}, 1, 3
 LOST = {0: 0, 1: 1, 2: 1}, 2, 1  # the last process is new
 
 Case = tuple[tuple[dict[int, int], int, int], Limits]
@@ -40,6 +41,7 @@ WHOLE: list[Case] = [
     (PAIR, Limits(steps=2, deaths=1, suspicions=1, ballots=1, choices=2)),
     (LOST, Limits(steps=1, deaths=1, asks=1, copies=True)),
     (THREE, Limits(steps=2, deaths=1, copies=True)),
+    (COPIES, Limits(steps=1, deaths=2, resets=1)),
 ]
 #: More may happen than can be visited: the nearest worlds, and random walks to the end.
 PARTLY: list[Case] = [
@@ -51,6 +53,7 @@ PARTLY: list[Case] = [
     (FOUR, Limits(steps=2, deaths=1, suspicions=2, ballots=2, asks=1, hangs=True)),
     (LOST, Limits(steps=3, deaths=2, ballots=1, asks=1, copies=True)),
     (FOUR, Limits(steps=3, deaths=1, suspicions=1, ballots=2, asks=1, copies=True)),
+    (COPIES_AND_NEW, Limits(steps=1, deaths=2, suspicions=1, ballots=1, asks=2, resets=3)),
 ]
 
 
@@ -70,6 +73,13 @@ def test_many_orders_of_events_keep_the_invariants(job: Any, limits: Limits) -> 
     explorer = Explorer(*job, limits)
     assert explorer.explore(800_000) >= 800_000
     assert explorer.walk(5_000, seed=1) > 20_000
+
+
+LOSE = Agreement.lose
+
+
+def messages_that_are_lost_are_taken_for_read(self: Agreement, process: int, is_read: bool = True) -> None:
+    LOSE(self, process)
 
 
 def agreed_by(self: Agreement, voters: Mapping[int, Iterable[int]]) -> list[int]:
@@ -92,12 +102,12 @@ def step_counts_though_one_is_not_complete(self: Agreement, process: int, step: 
 
 
 def promise_forgets_what_was_accepted(self: Agreement, sender: int, message: Prepare, accepted: Any) -> None:
-    mine = Promise(message.number, message.ballot, None, self.step, self._is_complete, frozenset(self.lost))
+    mine = Promise(message.number, message.ballot, None, self.step, self._is_complete, self._read)
     self._answer(sender, mine)
 
 
 def promise_forgets_gradients(self: Agreement, sender: int, message: Prepare, accepted: Any) -> None:
-    self._answer(sender, Promise(message.number, message.ballot, accepted, self.step, False, frozenset(self.lost)))
+    self._answer(sender, Promise(message.number, message.ballot, accepted, self.step, False, self._read))
 
 
 def frozen_says_complete(self: Agreement) -> None:
@@ -145,6 +155,7 @@ MUTATIONS: dict[Callable[..., Any], tuple[str, Case]] = {
     frozen_says_complete: ("complete", (THREE, Limits(1, 0, 1))),
     decision_is_not_forwarded: ("_install", (COPIES, Limits(1, 0, asks=2))),
     stays_complete_under_a_new_membership: ("_install", (THREE, Limits(1, 1, choices=2))),
+    messages_that_are_lost_are_taken_for_read: ("lose", (COPIES_AND_NEW, Limits(0, 2, asks=1, resets=1))),
     goes_back_though_a_member_has_no_copy: ("find_way_back", (THREE, Limits(2, 1, asks=1, copies=True))),
 }
 

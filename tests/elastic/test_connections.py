@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
@@ -23,7 +24,7 @@ class End(Connections):
         self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
         told = (
             lambda process, message: self.heard.put((process, message)),
-            lambda process: self.heard.put((process, "ended")),
+            lambda process, is_read: self.heard.put((process, "ended" if is_read else "ended, unread")),
             lambda process, why: self.heard.put((process, why)),
         )
         super().__init__(me, KEY, "127.0.0.1", *told, silence, 5.0, lambda: self.progress, lambda: "welcome")
@@ -45,11 +46,15 @@ def test_messages_come_in_order_and_the_end_after_the_last() -> None:
     second.close()
 
 
-def break_connection(process: End, other: int) -> None:
-    """Ends a connection as the network may: neither of the two processes says goodbye."""
+def break_connection(process: End, other: int, is_reset: bool = False) -> None:
+    """Ends a connection as the network may: neither of the two processes says goodbye. If it is reset, what is under
+    way to the other process may be lost."""
     with socket.socket(fileno=process._of[other].fileno()) as broken:
-        broken.shutdown(socket.SHUT_RDWR)
-        broken.detach()
+        if is_reset:
+            broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        else:
+            broken.shutdown(socket.SHUT_RDWR)
+            broken.detach()
 
 
 def test_the_network_may_break_a_connection_with_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,11 +68,12 @@ def test_the_network_may_break_a_connection_with_another_host(monkeypatch: pytes
     second.close()
 
 
-def test_one_of_another_host_has_ended_if_its_host_refuses_connections() -> None:
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_one_of_another_host_has_ended_if_its_host_refuses_connections(is_reset: bool) -> None:
     first, second = pair()
     first.host_of[1], first.addresses[1] = "another", ("127.0.0.1", 1)
-    break_connection(first, 1)
-    assert first.heard.get(timeout=2) == (1, "ended")
+    break_connection(second, 0, is_reset)
+    assert first.heard.get(timeout=10) == (1, "ended, unread" if is_reset else "ended")
     first.close()
     second.close()
 

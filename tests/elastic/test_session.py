@@ -130,6 +130,8 @@ def test_what_cannot_be_right_is_refused(alone: Elastic) -> None:
         alone.begin(model, optimizer, micro_batches=0)
     with pytest.raises((TypeError, ValueError), match="copy_every is -1"):
         alone.begin(model, optimizer, copy_every=-1)
+    with pytest.raises(ValueError, match=r"copy_every=2 needs Elastic\(directory="):
+        alone.begin(model, optimizer, copy_every=2)
     alone.begin(model, optimizer)
     with pytest.raises(RuntimeError, match="write `with step:`"):
         [*alone.steps(1)]

@@ -17,6 +17,7 @@ class Limits(NamedTuple):
     choices: int = 0  # of the replicas that take part in a step; 0: all do, and nobody chooses
     asks: int = 0  # whether a process is new, by default the last, and asks to join: 1 one member, 2 all of them
     copies: bool = False  # whether each process copies its state when it has all gradients of a step
+    resets: int = 0  # connections whose last messages are lost when a process ends
     hangs: bool = False  # whether those that are suspected hang: they answer, and are to be left out
 
 
@@ -49,7 +50,7 @@ Event = tuple[Any, ...]  # a process, what happens to it, and arguments
 #: Where a process does nothing of a step.
 WAITING = Stage.FROZEN, Stage.OUT
 #: What an event takes from the limits.
-TAKES = {"dies": "deaths", "suspects": "suspicions", "hangs": "suspicions", "again": "ballots"}
+TAKES = {"dies": "deaths", "suspects": "suspicions", "hangs": "suspicions", "again": "ballots", "is reset by": "resets"}
 
 
 class Watched(Agreement):

@@ -13,8 +13,9 @@ that agreed to a proposal say nothing any more under the old membership. So if o
 counted nowhere, and is repeated. If none does, it may have counted somewhere, and everyone that is left can finish it.
 
 *Memberships are decided one after another*, each by single-decree Paxos (Lamport, "Paxos Made Simple", 2001) among the
-members before. A quorum is a majority of them; or all that are left, if each of these has read the last message of
-every other one: then nobody who knows of a different decision is left, nor is a message on its way.
+members before. A quorum is a majority of them; or all that are left, if these are half of them, or each of these has
+read the last message of every other one. The others cannot have decided without one of a half. If their last messages
+were read, nobody who knows of a different decision is left, nor is a message on its way.
 
 *No two members step with different replicas*, if the first member chooses which ones take part. It chooses once for
 each step under a membership, so all that are complete under it are complete with the same replicas. A step that did not
@@ -92,7 +93,7 @@ class Promise(NamedTuple):
     accepted: tuple[Ballot, Membership] | None
     step: int
     is_complete: bool
-    lost: frozenset[int]  # whose last message the sender has read
+    read: frozenset[int]  # processes that have ended, and whose last message the sender has read
     copies: frozenset[tuple[int, int]] = frozenset()  # the steps and shards of which the sender has copies
 
 
@@ -105,7 +106,7 @@ class Accept(NamedTuple):
 class Accepted(NamedTuple):
     number: int
     ballot: Ballot
-    lost: frozenset[int]
+    read: frozenset[int]
 
 
 class Refused(NamedTuple):
@@ -156,6 +157,7 @@ class Agreement:
         self.state = Stage.RUNNING if me in self.membership.shard_of else Stage.OUT
         self.step = self.membership.step
         self.lost: set[int] = set()
+        self.unread: set[int] = set()  # of these, those whose last messages may never have come
         self.suspected: set[int] = set()
         self.hanging: set[int] = set()  # of these, those that answer and yet do not train
         self.candidates: dict[int, int] = {}
@@ -219,14 +221,20 @@ class Agreement:
 
     # -- news ----------------------------------------------------------------------------------------------------------
 
-    def lose(self, process: int) -> None:
-        """A process has ended, and its last message was read."""
+    @property
+    def _read(self) -> frozenset[int]:
+        return frozenset(self.lost - self.unread)
+
+    def lose(self, process: int, is_read: bool = True) -> None:
+        """A process has ended, and its last message was read, unless ``is_read`` is false."""
         self.lost.add(process)
+        if not is_read:
+            self.unread.add(process)
         self.candidates.pop(process, None)
         self._activate()
         if self.is_frozen and self._answered is not None:  # a quorum counts only processes that know this
             receiver, said = self._answered
-            self._answer(receiver, said._replace(lost=frozenset(self.lost)))
+            self._answer(receiver, said._replace(read=self._read))
         self.consider()
 
     def suspect(self, process: int, is_suspect: bool = True, hangs: bool = False) -> None:
@@ -283,7 +291,7 @@ class Agreement:
         self._promise(sender, message, None)
 
     def _promise(self, sender: int, message: Prepare, accepted: tuple[Ballot, Membership] | None) -> None:
-        state = self.step, self._is_complete, frozenset(self.lost), frozenset(self.copies)
+        state = self.step, self._is_complete, self._read, frozenset(self.copies)
         self._answer(sender, Promise(message.number, message.ballot, accepted, *state))
 
     def _note_promise(self, sender: int, message: Promise) -> None:
@@ -300,7 +308,7 @@ class Agreement:
         if proposal.value is None:
             promises = proposal.promises
             awaited = {*self.members, *self.candidates} - self.lost - self.suspected - promises.keys()
-            if awaited or not self._is_quorum({process: each.lost for process, each in promises.items()}):
+            if awaited or not self._is_quorum({process: each.read for process, each in promises.items()}):
                 return
             proposal.value = value = self._choose(promises)
             message = Accept(self.membership.number, proposal.ballot, value)
@@ -341,12 +349,12 @@ class Agreement:
             self._send([sender], Refused(message.number, self._promised))
             return
         self._promised, self._accepted, self.state = message.ballot, (message.ballot, message.value), Stage.FROZEN
-        self._answer(sender, Accepted(message.number, message.ballot, frozenset(self.lost)))
+        self._answer(sender, Accepted(message.number, message.ballot, self._read))
 
     def _note_accepted(self, sender: int, message: Accepted) -> None:
         proposal = self._proposal
         if proposal is not None and proposal.ballot == message.ballot and proposal.value is not None:
-            proposal.accepts[sender] = message.lost
+            proposal.accepts[sender] = message.read
             self._go_on()
 
     def _note_refused(self, sender: int, message: Refused) -> None:
@@ -355,13 +363,15 @@ class Agreement:
             self.consider()
 
     def _is_quorum(self, voters: Mapping[int, Iterable[int]]) -> bool:
-        """Whether the voters are a majority of the members. Or they are all members that are left, and each of them has
-        read the last message of every member that is lost."""
+        """Whether the voters are a majority of the members. Or they are all members that are left, and half of them, or
+        each of them has read the last message of every member that is lost."""
         agreed = [process for process in self.members if process in voters]
         if 2 * len(agreed) > len(self.members):
             return True
         left = {*self.members}.difference(agreed)
-        return bool(agreed) and left <= self.lost and all(left <= {*voters[process]} for process in agreed)
+        if not agreed or not left <= self.lost:
+            return False
+        return len(agreed) == len(left) or all(left <= {*voters[process]} for process in agreed)
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 

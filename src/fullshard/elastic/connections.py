@@ -2,7 +2,8 @@
 
 Messages between two processes arrive in order, and the end of a process comes after its last message. The end of a
 connection is certain news of the end of the process if that said goodbye, or is on this host, or if its host refuses
-another connection. Otherwise the network may have broken it, and the process is silent. Silence is not certain: a
+another connection. In the last case, the network may have lost its last messages. Otherwise the network may have broken
+the connection, and the process is silent. Silence is not certain: a
 process that has sent nothing for long, not even that it is alive, may be stopped, or the network may be cut. Nor is a
 process that computes for long, while this one waits.
 """
@@ -33,11 +34,11 @@ class Connections:
     """The connections of the process ``me`` to the other processes.
 
     These functions are called in threads of their own: ``on_message`` with the number of a process and what it sent;
-    ``on_end`` with the number of a process that has ended; ``on_silence`` with the number of a process, and
-    :data:`SILENT` if it has sent nothing for ``silence`` seconds, :data:`HANGS` if it hangs, or "" if neither is true
-    any more. A process hangs if it computes for more than ``hang`` seconds while this process waits for as long.
-    ``progress`` returns for how many seconds this process has computed without a wait, and waited. A new process that
-    has no number yet gets what ``welcome`` returns.
+    ``on_end`` with the number of a process that has ended, and whether its last message was read; ``on_silence`` with
+    the number of a process, and :data:`SILENT` if it has sent nothing for ``silence`` seconds, :data:`HANGS` if it
+    hangs, or "" if neither is true any more. A process hangs if it computes for more than ``hang`` seconds while this
+    process waits for as long. ``progress`` returns for how many seconds this process has computed without a wait, and
+    waited. A new process that has no number yet gets what ``welcome`` returns.
 
     ``me`` is -1 while this process has no number. Processes that call it wait until :meth:`begin`, so no news is lost.
 
@@ -51,7 +52,7 @@ class Connections:
         key: bytes,
         host: str,
         on_message: Callable[[int, Any], None],
-        on_end: Callable[[int], None],
+        on_end: Callable[[int, bool], None],
         on_silence: Callable[[int, str], None],
         silence: float,
         hang: float,
@@ -156,11 +157,12 @@ class Connections:
             self._changed.notify_all()
 
     def _read(self, process: int, connection: Connection) -> None:
-        is_certain = False
+        is_certain = is_read = False
         while True:
             try:
                 message = connection.recv()
-            except (EOFError, OSError):
+            except (EOFError, OSError) as error:
+                is_read = not getattr(error, "errno", None)  # else the connection was reset, or nobody answered
                 break
             self._heard[process] = time.monotonic()
             if message is _GOODBYE:
@@ -171,10 +173,10 @@ class Connections:
                 self._on_message(process, message)
         if (outgoing := self._outgoing.pop(process, None)) is not None:
             outgoing.put(_END)
-        is_certain |= self.host_of[process] == host_id()
+        is_certain |= self.host_of[process] == host_id()  # and within a host, nothing is lost
         if is_certain or self._is_refused(self.addresses[process]):
             self._heard.pop(process, None)
-            self._on_end(process)
+            self._on_end(process, is_certain or is_read)
         else:
             self._broken.add(process)
 

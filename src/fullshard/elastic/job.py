@@ -185,12 +185,12 @@ class Job(Entering):
                     self._after_agreement()
             self._changed.notify_all()
 
-    def _lose(self, process: int) -> None:
+    def _lose(self, process: int, is_read: bool) -> None:
         with self._changed:
             if self._is_closed:
                 return
             was_member, is_done = process in self._agreement.members, self._leaving.get(process)
-            self._agreement.lose(process)
+            self._agreement.lose(process, is_read)
             if not is_done:
                 self._tell_change(f"process {process} {'leaves' if process in self._leaving else 'has ended'}")
             if not was_member:
@@ -345,7 +345,8 @@ class Job(Entering):
             if self._has_waited_for_majority():
                 raise ElasticError(
                     f"the processes that are left cannot agree on how to go on: no majority of the members answers "
-                    f"process {self.rank}, which waited {PATIENCE:.0f} s for {what}"
+                    f"process {self.rank}, which waited {PATIENCE:.0f} s for {what}. The others may have gone on "
+                    f"without it. If none of them runs, start all again from the last checkpoint"
                 )
             if not self._changed.wait(0.5) and self._has_copy:  # members may have been busy with another change
                 self._ask_to_be_member()

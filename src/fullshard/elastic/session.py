@@ -150,9 +150,10 @@ class Elastic(LocalJob):
                 ``save()``, training goes on from its step. It is not called on a process that joins.
 
         Raises:
-            ValueError: ``micro_batches`` is less than 1, ``copy_every`` is negative, ``model`` is not a sharded root or
-                has a group that replicates, encodes messages, reshards to a part of the ranks or lies on a disk; or
-                ``local`` has a quorum of more than ``replicas`` or the same optimizer.
+            ValueError: ``micro_batches`` is less than 1; ``copy_every`` is negative, or the job has no directory, so no
+                process can join for a lost shard; ``model`` is not a sharded root, or has a group that replicates,
+                encodes messages, reshards to a part of the ranks or lies on a disk; or ``local`` has a quorum of more
+                than ``replicas`` or the same optimizer.
             ElasticError: this process joins, and no member is left that has its shard.
 
         Ranks: all, once, after the optimizer was made.
@@ -162,6 +163,8 @@ class Elastic(LocalJob):
         of_rounds = self._use_rounds(local, optimizer)
         is_right = isinstance(copy_every, int) and copy_every >= 0
         expect(is_right, "copy_every", copy_every, "a number of steps, or 0 for no copies", ValueError)
+        if copy_every and self._directory is None:
+            raise ValueError(f"copy_every={copy_every} needs Elastic(directory=...), where a new process finds the job")
         self._model, self._optimizer, self.micro_batches = model, optimizer, micro_batches
         self._schedule = schedule_of(model, "elastic.begin()")
         for group in self._schedule.groups:
