@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.elastic.agreement import Agreement
+from fullshard.elastic.messages import Followed, ShardState
 from fullshard.elastic.restore import Restoring
 from tests.elastic.__main__ import complaints, undisturbed
 from tests.elastic.jobs import Job, Result, run
@@ -67,6 +69,20 @@ def test_a_process_that_has_made_all_steps_goes_back_unless_another_one_has_left
     assert not job._must_go_back()
     agreement.membership = membership  # others are about to repeat steps: what is here may be overwritten
     assert job._must_go_back()
+    job._connections.close()
+
+
+def test_a_new_process_forgets_the_steps_that_the_members_have_gone_back_over(
+    tmp_path: Path, launched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Restoring(1, 0, tmp_path)
+    monkeypatch.setattr(job, "_load", lambda step, data: setattr(job, "step", step))
+    job._agreement, job._counted = Agreement(1, 1, 1), 2  # it had followed the members to step 2
+    job._followed = {0: Followed(0, b"", (), (), back=1), 2: Followed(2, b"", (), (), back=0)}
+    job._states.append(ShardState(0, b"", back=1))
+    job._fetch()
+    assert job.step == 0
+    assert [job._counts(step) for step in range(3)] == [True, False, False]
     job._connections.close()
 
 

@@ -126,7 +126,8 @@ class Job(Entering):
 
     def _counts(self, step: int) -> bool:
         """Whether a step counts, and its gradients are here."""
-        return step in self._followed or (max(self._counted, self._agreement.step) > step >= self._first)
+        is_known = not self.is_joining and max(self._counted, self._agreement.step) > step >= self._first
+        return is_known or step in self._followed
 
     def _ask_to_be_member(self) -> None:
         if self.is_joining and self.step not in self._followed:

@@ -92,6 +92,7 @@ class Followed(NamedTuple):
     data: bytes
     present: tuple[bool, ...]
     squares: tuple[Square, ...]
+    back: int  # as in the sender's membership
 
 
 class Candidate(NamedTuple):

@@ -105,6 +105,7 @@ class Restoring(Regrouping):
                 self.wait_for(lambda: self._states or self._source in self._gone(), "the state of its shard")
             state = self._states.pop()
             self._states.clear()
+            self._followed = {step: each for step, each in self._followed.items() if each.back >= state.back}
         self._load(state.step, state.data)
         with self._changed:
             self._back, self._has_copy = state.back, state.is_lost

@@ -339,7 +339,8 @@ class Elastic(LocalJob):
             for process in self._followers if not self._agreement.goes_back else ():
                 assert mean is not None
                 squares = tuple(each for each in self._squares.values() if each.step == step)
-                self._connections.send(process, Followed(step, mean[0], mean[1], squares))
+                back = self._agreement.membership.back
+                self._connections.send(process, Followed(step, mean[0], mean[1], squares, back))
             if "agreed" in self._times:
                 self._end_change()
             self.step = step + 1
