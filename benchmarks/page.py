@@ -1,4 +1,4 @@
-"""A page of documentation that holds tables: its marked parts are replaced, and the prose around them stays.
+"""Pages of documentation that hold tables: their marked parts are replaced, and the prose around them stays.
 
 ::
 
@@ -10,28 +10,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 _PART = re.compile(r"<!-- begin ([\w-]+) -->\n.*?<!-- end \1 -->", re.DOTALL)
 
 
-def update(page: Path, parts: dict[str, str]) -> list[str]:
-    """Put each of ``parts`` between its marks in ``page``; parts that are not given stay as they are.
+def update(pages: Sequence[Path], parts: dict[str, str]) -> list[str]:
+    """Put each of ``parts`` between its marks in one of ``pages``; parts that are not given stay as they are.
 
     Returns:
-        The names of parts for which the page has no marks.
+        The names of parts for which no page has marks.
 
     Raises:
-        ValueError: the page has no marks at all.
+        ValueError: a page has no marks at all.
     """
-    text = page.read_text()
-    marked = _PART.findall(text)
-    if not marked:
-        raise ValueError(f"{page} has no part to replace: mark one with <!-- begin NAME --> and <!-- end NAME -->")
+    places = set[str]()
 
     def replace(match: re.Match[str]) -> str:
-        name = match[1]
+        places.add(name := match[1])
         return f"<!-- begin {name} -->\n\n{parts[name].strip()}\n\n<!-- end {name} -->" if name in parts else match[0]
 
-    page.write_text(_PART.sub(replace, text))
-    return [name for name in parts if name not in marked]
+    for page in pages:
+        text, count = _PART.subn(replace, page.read_text())
+        if not count:
+            raise ValueError(f"{page} has no part to replace: mark one with <!-- begin NAME --> and <!-- end NAME -->")
+        page.write_text(text)
+    return [name for name in parts if name not in places]

@@ -86,12 +86,19 @@ def draw_decision(results: Results, file: Path) -> None:
     sent.set(title="Bytes a host's card sends in a step, 2 hosts", xlabel="ranks on each host")
     sent.set(ylabel="bytes / those of all parameters", ylim=(0, None), xticks=[*hosts])
     sent.legend(frameon=False, fontsize=8)
-    for process, (ends, color) in enumerate(zip(course.values(), (ORANGE, SKY, BLUE, VERMILION), strict=False)):
-        steps.plot(ends, range(1, len(ends) + 1), ".-", color=color, label=f"process {process}")
-    steps.axvline(0, color=BLACK, linestyle=":", linewidth=1)
-    steps.annotate("killed", (0, 1), xycoords=("data", "axes fraction"), xytext=(4, -12), textcoords="offset points")
-    steps.set(title="One of four processes is killed", xlabel="seconds from the kill", ylabel="steps ended")
-    steps.legend(frameon=False, fontsize=8, loc="lower right")
+    killed = min(course, key=lambda process: max(course[process]))
+    for process, ends in course.items():
+        steps.plot(ends, [process] * len(ends), "|", color=VERMILION if process == killed else BLUE, markersize=16)
+    steps.plot([0], [killed], "x", color=VERMILION, markersize=10, markeredgewidth=3)
+    steps.annotate("killed", (0, killed), xytext=(9, -3), textcoords="offset points")
+    steps.set(title="Steps of four processes, one is killed", xlabel="seconds from the kill")
+    steps.set(
+        xlim=(-0.6, 1.0),
+        ylim=(-0.5, len(course) - 0.5),
+        yticks=[*course],
+        yticklabels=[f"process {process}" for process in course],
+    )
+    steps.invert_yaxis()
     for axis in (times, sent, steps):
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout(w_pad=2)

@@ -147,10 +147,10 @@ def _called(transport: str) -> str:
 
 def _goals(results: Results) -> Iterator[str]:
     yield "What fullshard has to reach, and what this run measured of `fullshard` unless sockets are named.\n"
-    yield _table(_judged(results), ["what", "measured", "goal", ""])
+    yield table(judged(results), ["what", "measured", "goal", ""])
 
 
-def _judged(results: Results) -> list[list[str]]:
+def judged(results: Results) -> list[list[str]]:
     return [
         [
             goal.what,
@@ -182,7 +182,7 @@ def _steps(steps: Results, cores: int) -> Iterator[str]:
                 row.append(f"{1e3 * middle(values[what]):.0f}")
                 row += [_ratio(ratio(contenders, what, each, base)) for base in ("DDP", "torch FSDP2")]
             rows.append(row)
-        yield _table(rows, ["", "wall, ms", "/ DDP", "/ FSDP2", "CPU, ms", "/ DDP", "/ FSDP2"])
+        yield table(rows, ["", "wall, ms", "/ DDP", "/ FSDP2", "CPU, ms", "/ DDP", "/ FSDP2"])
 
 
 def _described(name: str, found: Any) -> str:
@@ -212,7 +212,7 @@ def _moves(steps: Results) -> Iterator[str]:
             if values["kept_faults"]:
                 faults += f" ({middle(values['kept_faults']):,.0f})"
             rows.append([each, f"{values['asked']:.2f}", _known(wire), f"{values['copied']:.2f}", faults])
-        yield _table(rows, ["", "sent, P", "loopback, P", "copied, P", "page faults"])
+        yield table(rows, ["", "sent, P", "loopback, P", "copied, P", "page faults"])
         if apart:
             yield (
                 f"Sent and loopback disagree by more than {_AGREE:.0%}: {', '.join(apart)}. Either the backend moves "
@@ -237,7 +237,7 @@ def _group(found: Any) -> Iterator[str]:
         times = (_milliseconds(found[what][name]) if name in found[what] else "-" for what in ("gather", "reduce"))
         rows.append([name, *times, f"{found['copied'][name]:.2f}" if name in found["copied"] else "-"])
     rows.append(["one copy of it (memcpy)", _milliseconds(found["copy"]["memcpy"]), "-", "1.00"])
-    yield _table(rows, ["", "gather, ms", "reduction, ms", "copied, U"])
+    yield table(rows, ["", "gather, ms", "reduction, ms", "copied, U"])
 
 
 def _exchanges(found: Any) -> Iterator[str]:
@@ -256,7 +256,7 @@ def _exchanges(found: Any) -> Iterator[str]:
         for each in found
         for what in ("gather", "reduction")
     ]
-    yield _table(rows, ["W", "", *map(_size, sizes)])
+    yield table(rows, ["W", "", *map(_size, sizes)])
 
 
 def _size(nbytes: int) -> str:
@@ -279,14 +279,14 @@ def _host(found: Any) -> Iterator[str]:
         for name in each["counts"][counts[0]]:
             cells = (each["counts"][count][name]["seconds"] for count in counts)
             rows.append([f"{each['ranks']:,}", name, *("{:.0f} ({:.0f}-{:.0f})".format(*_micro(c)) for c in cells)])
-    yield _table(rows, ["W", "", *(f"n={count}" for count in counts)])
+    yield table(rows, ["W", "", *(f"n={count}" for count in counts)])
     yield "Calls of Python and C functions for each group in a step, which are the same in every run:\n"
     rows = []
     for each in ends:
         for name in each["counts"][counts[0]]:
             calls = (f"{each['counts'][count][name]['calls']:,.0f}" for count in counts)
             rows.append([f"{each['ranks']:,}", name, *calls])
-    yield _table(rows, ["W", "", *(f"n={count}" for count in counts)])
+    yield table(rows, ["W", "", *(f"n={count}" for count in counts)])
 
 
 def _micro(seconds: Spread) -> Spread:
@@ -316,7 +316,7 @@ def _launches(found: Any) -> Iterator[str]:
             for name, cost in costs.items():
                 rows.append([str(each["ranks"]), str(count), name, *(f"{cost[column]:.2f}" for column in columns)])
     shown = ("launches", "kernels", "copied, U", "allocated, U", "waits", "collectives", "sent, U")
-    yield _table(rows, ["W", "n", "", *shown])
+    yield table(rows, ["W", "n", "", *shown])
 
 
 def _optimizer(found: Any) -> Iterator[str]:
@@ -335,7 +335,7 @@ def _optimizer(found: Any) -> Iterator[str]:
         ]
         for kind, values in found["kinds"].items()
     ]
-    yield _table(rows, ["", f"{PLAIN}, ms", "fullshard", "torch FSDP2"])
+    yield table(rows, ["", f"{PLAIN}, ms", "fullshard", "torch FSDP2"])
 
 
 def _memory(found: Any) -> Iterator[str]:
@@ -370,7 +370,7 @@ def _memory(found: Any) -> Iterator[str]:
             freed if ours else "-",
         ]
         rows.append(row)
-    yield _table(rows, ["", "state", "forward", "backward", "rest", "freed"])
+    yield table(rows, ["", "state", "forward", "backward", "rest", "freed"])
 
 
 def _padding(found: Any) -> Iterator[str]:
@@ -378,7 +378,7 @@ def _padding(found: Any) -> Iterator[str]:
     yield "What a gather of one parameter of 3 x 4096 delivers, in multiples of its bytes:\n"
     names = next(iter(sizes.values()))
     rows = [[name, *(f"{values[name]:.1f}" for values in sizes.values())] for name in names]
-    yield _table(rows, ["", *(f"W={size:,}" for size in sizes)])
+    yield table(rows, ["", *(f"W={size:,}" for size in sizes)])
     yield (
         f"Padding of the *flat* layout, which cuts a group anywhere, at W={found['flat_world_size']:,}, in percent of "
         f"the group; the most that transformer blocks of any width (a multiple of 8) have. An alignment is in elements "
@@ -389,7 +389,7 @@ def _padding(found: Any) -> Iterator[str]:
         [each["groups"], *(f"{100 * each['alignments'][alignment]:.2f} %" for alignment in alignments)]
         for each in found["flat"]
     ]
-    yield _table(rows, ["group", *(f"alignment {alignment}" for alignment in alignments)])
+    yield table(rows, ["group", *(f"alignment {alignment}" for alignment in alignments)])
 
 
 def _initialisation(found: Any) -> Iterator[str]:
@@ -407,7 +407,7 @@ def _initialisation(found: Any) -> Iterator[str]:
             row.append(_milliseconds(values[f"{way} seconds"], 0))
             row.append(_known((middle(values[f"{way} bytes"]) - base) / unit))
         rows.append(row)
-    yield _table(rows, ["", "from the CPU, ms", "peak, U", "from meta, ms", "peak, U"])
+    yield table(rows, ["", "from the CPU, ms", "peak, U", "from meta, ms", "peak, U"])
     yield "DDP cannot begin on meta: every rank makes the whole model.\n"
 
 
@@ -423,7 +423,7 @@ def _checkpoint(found: Any) -> Iterator[str]:
         for way in ("save", "load"):
             cells += [_milliseconds(values[f"{way} seconds"], 0), _known(middle(values[f"{way} bytes"]) / 2**20, 0)]
         rows.append([name, *cells])
-    yield _table(rows, ["", "files, MiB", "save, ms", "peak, MiB", "load, ms", "peak, MiB"])
+    yield table(rows, ["", "files, MiB", "save, ms", "peak, MiB", "load, ms", "peak, MiB"])
 
 
 def _saves(found: Any) -> Iterator[str]:
@@ -439,7 +439,7 @@ def _saves(found: Any) -> Iterator[str]:
             if name != "bytes":
                 ratios = [_middle_ratio(values[what], contenders["raw"][what]) for what in values]
                 rows.append([model, name, _milliseconds(values["save wall"], 0), *ratios])
-    yield _table(rows, ["", "", "save, ms", "save, wall", "save, CPU", "load, wall", "load, CPU"])
+    yield table(rows, ["", "", "save, ms", "save, wall", "save, CPU", "load, wall", "load, CPU"])
 
 
 def _middle_ratio(values: list[float], raw: list[float]) -> str:
@@ -459,7 +459,7 @@ def _checks(found: Any) -> Iterator[str]:
         ]
         for transport, each in found["steps"].items()
     ]
-    yield _table(rows, ["", "with checks, wall", "CPU", "and detect_nan, wall", "CPU"])
+    yield table(rows, ["", "with checks, wall", "CPU", "and detect_nan, wall", "CPU"])
 
 
 def _hosts(found: Any) -> Iterator[str]:
@@ -480,7 +480,7 @@ def _hosts(found: Any) -> Iterator[str]:
         for count, contenders in found["ranks"].items()
         for name, each in contenders.items()
     ]
-    yield _table(rows, ["ranks a host", "", "bytes, P", "wall / DDP", "/ FSDP2"])
+    yield table(rows, ["ranks a host", "", "bytes, P", "wall / DDP", "/ FSDP2"])
 
 
 def _elastic(found: Any) -> Iterator[str]:
@@ -492,10 +492,10 @@ def _elastic(found: Any) -> Iterator[str]:
     )
     median, most = middle(kills), max(kills)
     row = [_ratio(spread(found["steady"])), f"{median:.2f} s; most of {len(kills)} kills {most:.2f} s"]
-    yield _table([[*row, f"{found['joining']:.2f}"]], ["steady", "recovery", "joining"])
+    yield table([[*row, f"{found['joining']:.2f}"]], ["steady", "recovery", "joining"])
 
 
-def _table(rows: list[list[Any]], headers: list[str]) -> str:
+def table(rows: list[list[Any]], headers: list[str]) -> str:
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True) + "\n"
 
 

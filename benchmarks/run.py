@@ -5,7 +5,7 @@
     python benchmarks/run.py                               everything, in some minutes on two cores
     python benchmarks/run.py communication host            two of the benchmarks
     FULL=1 python benchmarks/run.py                        more rounds, and four ranks on all of the work
-    python benchmarks/run.py --docs docs/explanation/performance.md    and put the tables into that page
+    python benchmarks/run.py --docs docs    and put the tables into its pages, and the picture beside them
     python benchmarks/run.py --quick                       sizes at which numbers mean nothing, to see that it runs
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 # Started as a script, Python looks for modules in this folder, and not where the folder itself is found.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import machine, page
+from benchmarks import machine, page, summary
 from benchmarks.checkpoint import measure_checkpoint
 from benchmarks.checks import measure_checks
 from benchmarks.elastic import measure_elastic
@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
     parser.add_argument(
-        "--docs", type=Path, metavar="PAGE", help="replace the tables of that page; write the results beside it"
+        "--docs", type=Path, metavar="FOLDER", help="replace the tables and the picture of the documentation there"
     )
     parser.add_argument("--read", type=Path, metavar="FILE", help="run nothing: take the results of this results.json")
     options = parser.parse_args(arguments)
@@ -144,9 +144,10 @@ def main(arguments: list[str] | None = None) -> int:
     print(save(results, options.output))
     print(f"Saved as results.json, results.md and results.png in {options.output}")
     if options.docs:
-        left = page.update(options.docs, parts(results))
-        options.docs.with_suffix(".json").write_text(json.dumps(results) + "\n")
-        draw_decision(results, options.docs.parent.parent / "pictures/speed.png")
+        pages = [options.docs / "explanation" / name for name in ("performance.md", "measurements.md")]
+        left = page.update(pages, {**parts(results), **({} if results["quick"] else summary.parts(results))})
+        (options.docs / "explanation/measurements.json").write_text(json.dumps(results) + "\n")
+        draw_decision(results, options.docs / "pictures/speed.png")
         print(f"{options.docs} has the tables" + (f"; no marks for {', '.join(left)}" if left else ""))
     return 0
 

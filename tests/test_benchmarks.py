@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import machine, page, ranks, recording, run
+from benchmarks import machine, page, ranks, recording, run, summary
 from benchmarks.checkpoint import measure_checkpoint
 from benchmarks.checks import measure_checks
 from benchmarks.contenders import ALONE, DDP, FSDP2, Contender
@@ -28,6 +29,7 @@ from benchmarks.saves import measure_saves
 from benchmarks.steps import measure_steps
 from benchmarks.timeline import bars, draw, record
 
+PAGES = Path(__file__).parent.parent / "docs/explanation"
 SHARDED = {"fullshard", "torch FSDP2", "torch FSDP1"}
 #: Large enough for the kernel's count of memory, 12 MiB a group, and small enough to take seconds.
 MODEST = Work("modest", blocks=3, width=512, sequence=4, vocabulary=64)
@@ -225,19 +227,28 @@ def test_tables_go_between_the_marks_of_a_page(results: dict[str, Any], tmp_path
     file.write_text(
         "before\n<!-- begin group -->\nold\n<!-- end group -->\nafter\n<!-- begin host -->\n<!-- end host -->\n"
     )
-    assert page.update(file, {"group": "| new |\n", "memory": "| nowhere |"}) == ["memory"]
+    assert page.update([file], {"group": "| new |\n", "memory": "| nowhere |"}) == ["memory"]
     assert file.read_text() == (
         "before\n<!-- begin group -->\n\n| new |\n\n<!-- end group -->\nafter\n<!-- begin host -->\n<!-- end host -->\n"
     )
     (tmp_path / "bare.md").write_text("no marks\n")
     with pytest.raises(ValueError, match="no part to replace"):
-        page.update(tmp_path / "bare.md", {"group": ""})
+        page.update([tmp_path / "bare.md"], {"group": ""})
 
 
-def test_the_page_has_a_place_for_every_part(results: dict[str, Any], tmp_path: Path) -> None:
-    copy = tmp_path / "performance.md"
-    copy.write_text((Path(__file__).parent.parent / "docs" / "explanation" / "performance.md").read_text())
-    assert page.update(copy, {**parts(results), "padding": ""}) == []
+def test_the_pages_have_a_place_for_every_part(results: dict[str, Any], tmp_path: Path) -> None:
+    copies = [Path(shutil.copy(PAGES / name, tmp_path)) for name in ("performance.md", "measurements.md")]
+    assert page.update(copies, {**parts(results), "padding": ""}) == []
+
+
+def test_what_decides_is_in_the_results_of_a_whole_run(tmp_path: Path) -> None:
+    found, copy = (
+        summary.parts(read(PAGES / "measurements.json")),
+        Path(shutil.copy(PAGES / "performance.md", tmp_path)),
+    )
+    before = copy.read_text()
+    assert page.update([copy], found) == []
+    assert copy.read_text() == before
 
 
 def test_a_goal_is_judged_only_if_it_was_measured(group: dict[str, Any]) -> None:
@@ -277,14 +288,17 @@ def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_page_is_of_one_whole_run(
     results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("<!-- begin group -->\nold\n<!-- end group -->\n")
+    (tmp_path / "explanation").mkdir()
+    pages = [tmp_path / "explanation" / name for name in ("performance.md", "measurements.md")]
+    for each in pages:
+        each.write_text("<!-- begin group -->\nold\n<!-- end group -->\n")
     with pytest.raises(SystemExit):
-        run.main(["group", "--docs", str(page)])
+        run.main(["group", "--docs", str(tmp_path)])
     assert "tables of one whole run" in capsys.readouterr().err
     save(results, tmp_path / "results")
-    run.main(["--read", str(tmp_path / "results" / "results.json"), "--output", str(tmp_path), "--docs", str(page)])
-    assert parts(read(tmp_path / "page.json"))["group"].strip() in page.read_text()
+    run.main(["--read", str(tmp_path / "results" / "results.json"), "--output", str(tmp_path), "--docs", str(tmp_path)])
+    written = parts(read(pages[1].with_suffix(".json")))["group"]
+    assert all(written.strip() in each.read_text() for each in pages)
 
 
 def test_a_step_is_recorded_and_drawn(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Each ratio that README quotes is that of the results from which the tables of performance.md are made."""
+"""Each ratio that README quotes is that of the results from which the tables of the documentation are made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.figures import ratio
 from benchmarks.report import read
 
 ROOT = Path(__file__).parent.parent
-RESULTS = read(ROOT / "docs/explanation/performance.json")
+RESULTS = read(ROOT / "docs/explanation/measurements.json")
 COMMUNICATION, COMPUTE, REALISTIC = "communication W=2", "compute W=2", "realistic W=2"
 
 

@@ -9,7 +9,7 @@ from fullshard.report.facts import GroupFacts, ModelFacts
 from fullshard.text import bytes_text, percent
 
 #: A group below this many bytes is small. At 10 GB/s, its three exchanges take about as long as the host's fixed work
-#: for a group in a step: 0.3 ms on a slow core (``docs/explanation/performance.md``).
+#: for a group in a step: 0.3 ms on a slow core (``docs/explanation/measurements.md``).
 _SMALL = 2**20
 #: A group is large above these bytes and this share of all parameters. Below: the same for a root that stays whole.
 _LARGE, _LARGE_SHARE = 2**26, 0.25
