@@ -4,9 +4,8 @@ Start the processes one by one, so that the end of one leaves the others alone, 
 
     for each in 1 2 3 4; do python examples/elastic.py & done
 
-Each prints a line for each micro-batch. The last lines have the same digests, whatever was killed. The same command
-joins the running job; SIGTERM lets a process finish its step and leave. With a torchrun for each process, one that ends
-by an error is started again: ``torchrun --standalone --max-restarts=3 examples/elastic.py``.
+The last lines have the same digests, whatever was killed. The same command joins the running job; SIGTERM lets a
+process finish its step and leave. ``torchrun --standalone --max-restarts=3 examples/elastic.py`` starts one again.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ def batch_of(corpus: data.Corpus, micro_batch: MicroBatch, micro_batches: int) -
 
 def digest_of(model: nn.Module) -> str:
     """Return a digest of all bits of this process's shard."""
-    data = [values.to_local().numpy().tobytes() for values in model.state_dict().values()]
-    return hashlib.sha256(b"".join(data)).hexdigest()[:16]
+    shard = b"".join(values.to_local().numpy().tobytes() for values in model.state_dict().values())
+    return hashlib.sha256(shard).hexdigest()[:16]
 
 
 def main() -> None:

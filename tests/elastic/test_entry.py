@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from fullshard.elastic.entry import store_once
+from fullshard.elastic import entry
+from fullshard.elastic.entry import Entering, store_once
 from fullshard.elastic.job import Job
 
 
@@ -54,3 +56,18 @@ def test_files_of_a_job_that_has_ended_are_no_job(founded: Job, tmp_path: Path) 
     third = Job(1, 0, tmp_path)
     assert (third.rank, third.is_joining) == (0, False)
     third._connections.close()
+
+
+def test_only_addresses_that_are_refused_are_taken_out_of_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that does not answer may live on the other side of a network that is cut."""
+    for member, port in ((0, 1), (1, 2)):
+        (tmp_path / f"{member}.json").write_text(json.dumps({"address": ["192.0.2.1", port], "key": "00"}))
+
+    def ask(address: tuple[str, int], key: bytes, patience: float) -> Any:
+        raise ConnectionRefusedError if address[1] == 1 else TimeoutError
+
+    monkeypatch.setattr(entry, "ask", ask)
+    assert Entering(1, 0, tmp_path)._find_job() is None
+    assert [each.name for each in tmp_path.iterdir()] == ["1.json"]

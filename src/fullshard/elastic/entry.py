@@ -128,11 +128,8 @@ class Entering:
         if self._directory is None:
             return None
         while True:
-            files, gone, answered = (
-                sorted(self._directory.glob("[0-9]*.json"), key=lambda file: int(file.stem)),
-                [],
-                False,
-            )
+            files = sorted(self._directory.glob("[0-9]*.json"), key=lambda file: int(file.stem))
+            gone, answered = list[Path](), False
             for file in files:
                 try:
                     said = json.loads(file.read_text(encoding="utf-8"))
