@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import json
@@ -182,7 +183,10 @@ def _run_process(plan: Mapping[str, Any], env: Mapping[str, str], files: str, ho
     for output, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{files}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), output)
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    train(plan)
+    try:
+        train(plan)
+    finally:
+        atexit._run_exitfuncs()  # as at the end of a program, but multiprocessing leaves them out
 
 
 def _wait_for_step(files: Sequence[str], number: int, running: Sequence[ForkServerProcess], deadline: float) -> None:

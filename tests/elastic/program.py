@@ -171,7 +171,7 @@ def _train(plan: Mapping[str, Any]) -> None:
                     elastic.save(save)
     except ElasticError as error:
         tell(error=str(error))
-        os._exit(3)
+        sys.exit(3)
     states = [optimizer.state.get(param, {}) for param in params]  # a loaded one has another order
     state = [each[name] for each in states for name in sorted(each) if isinstance(each[name], torch.Tensor)]
     tensors = [getattr(each, "_local_tensor", each) for each in (*model.parameters(), *model.buffers(), *state)]

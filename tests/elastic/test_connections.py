@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import socket
 import struct
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
@@ -124,6 +126,21 @@ def test_close_returns_after_the_last_message_was_sent() -> None:
     assert not any(writer.is_alive() for writer in first._writers)
     assert [second.heard.get(timeout=10)[1][0] for _ in range(50)] == [*range(50)]
     second.close()
+
+
+def test_a_program_that_ends_by_an_error_says_goodbye() -> None:
+    first = End(0)
+    program = f"""
+from fullshard.elastic.connections import Connections
+new = Connections(1, {KEY!r}, "127.0.0.1", *3 * [print], 60.0, 60.0, lambda: (0.0, 0.0), lambda: None)
+new.connect({{0: {first.address}}}, 10)
+new.send(0, "the last message")
+raise SystemExit(1)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 1
+    first.host_of[1] = "another"
+    assert [first.heard.get(timeout=10) for _ in range(2)] == [(1, "the last message"), (1, "ended")]
+    first.close()
 
 
 def test_close_does_not_wait_for_one_that_has_ended() -> None:

@@ -10,6 +10,7 @@ process that computes for long, while this one waits.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import socket
 import threading
@@ -72,6 +73,7 @@ class Connections:
         self._outgoing: dict[int, queue.SimpleQueue[Any]] = {}
         self._writers: list[threading.Thread] = []
         self._changed, self._is_open = threading.Condition(), True
+        atexit.register(self.close)  # a program that ends by an error says goodbye too
         self._start(self._accept, "accept")
         self._start(self._beat, "beat")
 
@@ -114,6 +116,7 @@ class Connections:
 
     def close(self) -> None:
         """Ends all connections, after what was sent."""
+        atexit.unregister(self.close)
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
