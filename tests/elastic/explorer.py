@@ -125,7 +125,7 @@ class Explorer(Invariants):
                 if channel := world.channels[other * size + me]:
                     yield me, "receives", other, channel[0]
                     if left.resets and other in world.dead:
-                        yield me, "is reset by", other
+                        yield me, "is reset by", other, me not in self.objects[world.processes[other]].doubted
                 elif other in world.dead and other not in process.lost:
                     yield me, "loses", other
             is_new = me == self.new and process.membership.number < 0
@@ -200,9 +200,10 @@ class Explorer(Invariants):
                 self._receive(process, sender, self.objects[message])
             case ("loses", other):
                 process.lose(other)
-            case ("is reset by", other):
-                process.lose(other, is_read=False)
+            case ("is reset by", other, has_trusted):
+                process.lose(other, is_read=False, has_trusted=has_trusted)
             case ("suspects" | "hangs" | "trusts" as word, other):
+                process.doubted |= {other}
                 process.suspect(other, word != "trusts", word == "hangs")
             case ("chooses", replicas):
                 process.choose(replicas)

@@ -62,7 +62,16 @@ class Job:
     has_network: bool = False
 
     def host_of(self, process: int) -> str:
-        return self.hosts[process % len(self.hosts)]
+        """The host of a process: a new one starts on a host whose network is not cut for good."""
+        is_new = process >= self.shards * self.replicas
+        cut = {
+            self.host_of(each)
+            for each, faults in self.faults.items()
+            for fault in faults
+            if fault[2] == "cut" and is_new
+        }
+        hosts = [each for each in self.hosts if each not in cut] or self.hosts
+        return hosts[process % len(hosts)]
 
 
 @dataclass

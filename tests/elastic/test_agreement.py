@@ -78,8 +78,12 @@ def test_many_orders_of_events_keep_the_invariants(job: Any, limits: Limits) -> 
 LOSE = Agreement.lose
 
 
-def messages_that_are_lost_are_taken_for_read(self: Agreement, process: int, is_read: bool = True) -> None:
+def messages_that_are_lost_are_taken_for_read(self: Agreement, process: int, **_: bool) -> None:
     LOSE(self, process)
+
+
+def a_majority_is_no_reason_to_doubt(self: Agreement, process: int, is_read: bool = True, **trusted: bool) -> None:
+    LOSE(self, process, is_read or any(trusted.values()))
 
 
 def agreed_by(self: Agreement, voters: Mapping[int, Iterable[int]]) -> list[int]:
@@ -156,6 +160,7 @@ MUTATIONS: dict[Callable[..., Any], tuple[str, Case]] = {
     decision_is_not_forwarded: ("_install", (COPIES, Limits(1, 0, asks=2))),
     stays_complete_under_a_new_membership: ("_install", (THREE, Limits(1, 1, choices=2))),
     messages_that_are_lost_are_taken_for_read: ("lose", (COPIES_AND_NEW, Limits(0, 2, asks=1, resets=1))),
+    a_majority_is_no_reason_to_doubt: ("lose", (COPIES_AND_NEW, Limits(0, 2, asks=1, resets=1))),
     goes_back_though_a_member_has_no_copy: ("find_way_back", (THREE, Limits(2, 1, asks=1, copies=True))),
 }
 
@@ -227,6 +232,34 @@ def test_less_than_a_majority_decides_only_when_each_has_read_the_last_message_o
         there.lose(lost)
         here.receive(1, there.outbox.pop()[1])
     assert [receiver for receiver, _ in here.outbox] == [1]
+
+
+@pytest.mark.parametrize("has_promised", [False, True])
+@pytest.mark.parametrize("was_trusted", [False, True])
+@pytest.mark.parametrize("known", [set(), {1}], ids=["", "1 has ended before"])
+def test_fewer_than_half_go_on_if_the_others_cannot_have_decided_without_them(
+    has_promised: bool, was_trusted: bool, known: set[int]
+) -> None:
+    last = Agreement(2, 1, 3, Membership(0, 0, ((0, 0), (1, 0), (2, 0)), ((0,), (1,), (2,))))
+    if has_promised:
+        last.receive(0, Prepare(0, (1, 0), frozenset(known)))
+    for lost in (0, 1):
+        last.lose(lost, is_read=False, has_trusted=was_trusted)
+    assert last.membership.number == (1 if was_trusted and (known or not has_promised) else 0)
+
+
+def test_nobody_goes_back_for_a_shard_whose_processes_have_made_all_steps() -> None:
+    """Results would change, if replicas train apart, or everyone would wait for a new process."""
+    first = Membership(0, 0, ((0, 0), (1, 1)), ((0, 1),))
+    for is_done in (False, True):
+        last = Agreement(1, 2, 1, first)
+        last.copies = {(0, 0): b"", (0, 1): b""}
+        last.complete()
+        last.is_done = is_done
+        last.lose(0)
+        assert (last.step, last.goes_back, last.membership.holders) == (
+            (1, False, ()) if is_done else (0, True, ((0, 1),))
+        )
 
 
 @pytest.mark.parametrize("follows", [False, True])

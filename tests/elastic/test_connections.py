@@ -26,10 +26,15 @@ class End(Connections):
         self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
         told = (
             lambda process, message: self.heard.put((process, message)),
-            lambda process, is_read: self.heard.put((process, "ended" if is_read else "ended, unread")),
+            self.hear_end,
             lambda process, why: self.heard.put((process, why)),
         )
+        self.ends: list[tuple[bool, bool]] = []
         super().__init__(me, KEY, "127.0.0.1", *told, silence, 5.0, lambda: self.progress, lambda: "welcome")
+
+    def hear_end(self, process: int, is_read: bool, has_trusted: bool) -> None:
+        self.ends.append((is_read, has_trusted))
+        self.heard.put((process, "ended" if is_read else "ended, unread"))
 
 
 def pair() -> tuple[End, End]:
@@ -76,6 +81,28 @@ def test_one_of_another_host_has_ended_if_its_host_refuses_connections(is_reset:
     first.host_of[1], first.addresses[1] = "another", ("127.0.0.1", 1)
     break_connection(second, 0, is_reset)
     assert first.heard.get(timeout=10) == (1, "ended, unread" if is_reset else "ended")
+    assert not first.ends[0][1]  # it had not said that it heard this one
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize(("silence", "suspects", "hangs"), [(60.0, 0, 0), (0.5, 0, 0), (60.0, 1, 0), (60.0, 0, 1)])
+def test_one_that_has_ended_was_trusted_if_it_had_no_time_to_suspect_this_one(
+    silence: float, suspects: int, hangs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fullshard.elastic.connections._BEAT", 0.05)
+    first, second = End(0, silence), End(1)
+    second.connect({0: first.address}, 10)
+    first.host_of[1], first.addresses[1], first.progress = "another", ("127.0.0.1", 1), (9.0 * hangs, 0.0)
+    second._suspected.update([0][:suspects])
+    time.sleep(0.5)
+    if silence < 60:  # beats do not come any more
+        second._outgoing.pop(0)
+        time.sleep(0.7)
+    break_connection(second, 0, is_reset=True)
+    while first.heard.get(timeout=10) != (1, "ended, unread"):
+        pass
+    assert first.ends == [(False, silence == 60 and not suspects and not hangs)]
     first.close()
     second.close()
 
@@ -90,7 +117,7 @@ def test_a_connection_that_is_reset_is_tried_again(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(socket, "create_connection", create_connection)
     break_connection(first, 1)
-    assert first.heard.get(timeout=2) == (1, "ended")
+    assert first.heard.get(timeout=2) == (1, "ended, unread")  # it may have done something meanwhile
     assert not answers
     monkeypatch.undo()
     first.close()

@@ -55,9 +55,10 @@ TAKES = {"dies": "deaths", "suspects": "suspicions", "hangs": "suspicions", "aga
 
 class Watched(Agreement):
     """An agreement that notes what it changes. It may be that of a new process, which has a state of the future since
-    the membership ``since``, and has ``heard`` of gradients."""
+    the membership ``since``, and has ``heard`` of gradients. It has ``doubted`` those that it ever suspected."""
 
     since = heard = 0
+    doubted: frozenset[int] = frozenset()
 
     def __setattr__(self, name: str, value: Any) -> None:
         notes = self.__dict__.setdefault("notes", [])

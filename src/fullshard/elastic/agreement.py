@@ -15,7 +15,8 @@ counted nowhere, and is repeated. If none does, it may have counted somewhere, a
 *Memberships are decided one after another*, each by single-decree Paxos (Lamport, "Paxos Made Simple", 2001) among the
 members before. A quorum is a majority of them; or all that are left, if these are half of them, or each of these has
 read the last message of every other one. The others cannot have decided without one of a half. If their last messages
-were read, nobody who knows of a different decision is left, nor is a message on its way.
+were read, nobody who knows of a different decision is left, nor is a message on its way. The last message of a process
+that cannot have decided anything counts as read.
 
 *No two members step with different replicas*, if the first member chooses which ones take part. It chooses once for
 each step under a membership, so all that are complete under it are complete with the same replicas. A step that did not
@@ -83,6 +84,7 @@ class Prepare(NamedTuple):
 
     number: int
     ballot: Ballot
+    lost: frozenset[int] = frozenset()  # members that have ended, as the sender knows
 
 
 class Promise(NamedTuple):
@@ -147,6 +149,7 @@ class Agreement:
         chosen: the replicas that take part in a step, if they are chosen.
         copies: of states, by the step and the shard. None may be dropped while this process is frozen.
         goes_back: whether this process has yet to load its copy of ``step``.
+        is_done: whether a process has made all steps and left, so that nobody needs a lost shard any more.
         outbox: messages to send, each with its receiver, in this order.
     """
 
@@ -157,18 +160,19 @@ class Agreement:
         self.state = Stage.RUNNING if me in self.membership.shard_of else Stage.OUT
         self.step = self.membership.step
         self.lost: set[int] = set()
-        self.unread: set[int] = set()  # of these, those whose last messages may never have come
+        self.unread: set[int] = set()  # of these, those that may have decided what never came here
         self.suspected: set[int] = set()
         self.hanging: set[int] = set()  # of these, those that answer and yet do not train
         self.candidates: dict[int, int] = {}
         self.followers: set[int] = set()
         self.chosen: dict[int, tuple[Any, ...]] = {}
         self.copies: dict[tuple[int, int], Any] = {}
-        self.goes_back = False
+        self.goes_back = self.is_done = False
         self.outbox: list[tuple[int, Message]] = []
         self._is_complete = False  # whether all gradients of this step are there
         self._said: dict[int, set[int]] = {}  # which members are complete, by the step
         self._promised: Ballot = (0, -1)
+        self._voters_of: dict[int, frozenset[int]] = {}  # who may accept what each process proposes, as far as known
         self._accepted: tuple[Ballot, Membership] | None = None
         self._proposal: _Proposal | None = None
         self._answered: tuple[int, Promise | Accepted] | None = None  # what this process said last to a proposal
@@ -225,10 +229,12 @@ class Agreement:
     def _read(self) -> frozenset[int]:
         return frozenset(self.lost - self.unread)
 
-    def lose(self, process: int, is_read: bool = True) -> None:
-        """A process has ended, and its last message was read, unless ``is_read`` is false."""
+    def lose(self, process: int, is_read: bool = True, has_trusted: bool = True) -> None:
+        """A process has ended. Its last message was read, or not (``is_read``); and it never suspected this one, or may
+        have (``has_trusted``). If it did not, it can have decided only what it proposed with a promise of this one, and
+        what a majority accepted that was alive."""
         self.lost.add(process)
-        if not is_read:
+        if not is_read and (not has_trusted or 2 * len(self._voters_of.get(process, ())) > len(self.members)):
             self.unread.add(process)
         self.candidates.pop(process, None)
         self._activate()
@@ -274,7 +280,7 @@ class Agreement:
         if self._proposal is None or again:
             ballot = (self._promised[0] + 1, self.me)
             self._proposal = _Proposal(ballot)
-            message = Prepare(self.membership.number, ballot)
+            message = Prepare(self.membership.number, ballot, frozenset(self.lost.intersection(self.members)))
             self._send([*self.members, *self.candidates], message)
             self.receive(self.me, message)
         else:
@@ -285,6 +291,7 @@ class Agreement:
             self._send([sender], Refused(message.number, self._promised))
             return
         self._promised, self.state = message.ballot, Stage.FROZEN
+        self._voters_of.setdefault(sender, frozenset(self.members) - self.lost - message.lost - {self.me})
         self._promise(sender, message, self._accepted)
 
     def _promise_as_candidate(self, sender: int, message: Prepare) -> None:
@@ -333,7 +340,7 @@ class Agreement:
             if behind == 0 or (behind == 1 and is_sent):
                 joined[process] = shard
         number, back, holders = self.membership.number + 1, self.membership.back, tuple[tuple[int, int], ...]()
-        if missing_shards(members | joined, self._shards):
+        if missing_shards(members | joined, self._shards) and not self.is_done:
             copies, lost = {each: old[each].copies for each in old}, missing_shards(members, self._shards)
             if (found := find_way_back(step, members, lost, copies)) is not None:
                 if found[0] < step:  # candidates go back later, as they are not frozen
@@ -349,6 +356,7 @@ class Agreement:
             self._send([sender], Refused(message.number, self._promised))
             return
         self._promised, self._accepted, self.state = message.ballot, (message.ballot, message.value), Stage.FROZEN
+        self._voters_of[sender] = self._voters_of.get(sender, frozenset(self.members)) | {self.me}
         self._answer(sender, Accepted(message.number, message.ballot, self._read))
 
     def _note_accepted(self, sender: int, message: Accepted) -> None:
@@ -394,6 +402,7 @@ class Agreement:
         if goes_back := value.back == value.number:
             self.goes_back = True
             self.copies = {key: data for key, data in self.copies.items() if key[0] <= value.step}
+        self._voters_of.clear()
         self._is_complete = mine and not has_stepped and not is_chosen and not goes_back
         self._said, self._promised, self._accepted, self._proposal, self._answered = {}, (0, -1), None, None, None
         if self._is_complete:

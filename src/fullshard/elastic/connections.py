@@ -11,6 +11,7 @@ process that computes for long, while this one waits.
 from __future__ import annotations
 
 import atexit
+import math
 import queue
 import socket
 import threading
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
-from typing import Any
+from typing import Any, NamedTuple
 
 from fullshard.platforms import host_id
 
@@ -31,15 +32,25 @@ _BEAT = 1.0  # seconds between two messages that say that a process is alive
 _REFUSES = 3.0  # seconds in which the host of a process that has ended refuses another connection
 
 
+class Beat(NamedTuple):
+    """Says that the sender is alive. Times are those of :func:`time.monotonic`, in seconds."""
+
+    computes: float  # for how long it has
+    sent: float
+    heard: float  # when the receiver has sent the last beat that came; of its clock
+    has_suspected: bool  # the receiver, ever
+
+
 class Connections:
     """The connections of the process ``me`` to the other processes.
 
     These functions are called in threads of their own: ``on_message`` with the number of a process and what it sent;
-    ``on_end`` with the number of a process that has ended, and whether its last message was read; ``on_silence`` with
-    the number of a process, and :data:`SILENT` if it has sent nothing for ``silence`` seconds, :data:`HANGS` if it
-    hangs, or "" if neither is true any more. A process hangs if it computes for more than ``hang`` seconds while this
-    process waits for as long. ``progress`` returns for how many seconds this process has computed without a wait, and
-    waited. A new process that has no number yet gets what ``welcome`` returns.
+    ``on_end`` with the number of a process that has ended, whether its last message was read, and whether it surely
+    never suspected this process; ``on_silence`` with the number of a process, and :data:`SILENT` if it has sent nothing
+    for ``silence`` seconds, :data:`HANGS` if it hangs, or "" if neither is true any more. A process hangs if it
+    computes for more than ``hang`` seconds while this process waits for as long. ``progress`` returns for how many
+    seconds this process has computed without a wait, and waited. A new process that has no number yet gets what
+    ``welcome`` returns.
 
     ``me`` is -1 while this process has no number. Processes that call it wait until :meth:`begin`, so no news is lost.
 
@@ -53,7 +64,7 @@ class Connections:
         key: bytes,
         host: str,
         on_message: Callable[[int, Any], None],
-        on_end: Callable[[int, bool], None],
+        on_end: Callable[[int, bool, bool], None],
         on_silence: Callable[[int, str], None],
         silence: float,
         hang: float,
@@ -67,7 +78,9 @@ class Connections:
         self.address: Address = self._listener.address
         self._on_silence, self._silence, self._hang, self._progress = on_silence, silence, hang, progress
         self._heard: dict[int, float] = {}  # when something came last
-        self._computes: dict[int, float] = {}  # for how many seconds
+        self._beats: dict[int, Beat] = {}  # the last ones that came
+        self._suspected: set[int] = set()  # ever
+        self._has_hung = False
         self._broken: set[int] = set()  # whose connections ended, though they may live
         self._of: dict[int, Connection] = {}
         self._outgoing: dict[int, queue.SimpleQueue[Any]] = {}
@@ -170,40 +183,53 @@ class Connections:
             self._heard[process] = time.monotonic()
             if message is _GOODBYE:
                 is_certain = True
-            elif isinstance(message, float):
-                self._computes[process] = message
+            elif isinstance(message, Beat):
+                self._beats[process] = message
             else:
                 self._on_message(process, message)
         if (outgoing := self._outgoing.pop(process, None)) is not None:
             outgoing.put(_END)
         is_certain |= self.host_of[process] == host_id()  # and within a host, nothing is lost
-        if is_certain or self._is_refused(self.addresses[process]):
+        answers = 0 if is_certain else self._answers_before_refusal(self.addresses[process])
+        if answers is not None:  # one that has answered may have decided what cannot be read any more
             self._heard.pop(process, None)
-            self._on_end(process, is_certain or is_read)
+            self._on_end(process, is_certain or (is_read and not answers), not answers and self._was_trusted(process))
         else:
             self._broken.add(process)
 
-    def _is_refused(self, address: Address) -> bool:
-        """Whether a host answers that no process is at an address. A process that ends may be there a moment longer."""
-        deadline = time.monotonic() + _REFUSES
+    def _was_trusted(self, process: int) -> bool:
+        """Whether a process that has ended surely never suspected this one: it had said so, and then it had too little
+        time to miss beats of this one."""
+        beat = self._beats.get(process)
+        is_recent = beat is not None and not beat.has_suspected and time.monotonic() < beat.heard + self._silence
+        return is_recent and not self._has_hung
+
+    def _answers_before_refusal(self, address: Address) -> int | None:
+        """How often a process answers before its host says that no process is at an address: one that ends may be there
+        a moment longer. ``None`` if the host does not say so."""
+        deadline, answers = time.monotonic() + _REFUSES, 0
         while self._is_open and time.monotonic() < deadline:
             try:
                 socket.create_connection(address, _REFUSES).close()
             except ConnectionRefusedError:
-                return True
+                return answers
             except ConnectionError:  # the process is about to end
                 pass
             except OSError:  # nobody answers
-                return False
+                return None
+            answers += 1
             time.sleep(_REFUSES / 50)
-        return False
+        return None
 
     def _beat(self) -> None:
         silent, last = dict[int, str](), time.monotonic()
         while self._is_open:
             computes, waits = self._progress()
-            for outgoing in [*self._outgoing.values()]:
-                outgoing.put(computes)
+            self._has_hung |= computes > self._hang
+            for process, outgoing in [*self._outgoing.items()]:
+                last_beat = self._beats.get(process)
+                heard = last_beat.sent if last_beat is not None else -math.inf
+                outgoing.put(Beat(computes, time.monotonic(), heard, process in self._suspected))
             time.sleep(_BEAT)
             now = time.monotonic()
             if now - last > 3 * _BEAT:  # this process was stopped itself: what came meanwhile is not read yet
@@ -211,9 +237,11 @@ class Connections:
             last = now
             for process, heard in [*self._heard.items()]:
                 why = SILENT if process in self._broken or now - heard > self._silence else ""
-                why = why or (HANGS if min(waits, self._computes.get(process, 0.0)) > self._hang else "")
+                beat = self._beats.get(process)
+                why = why or (HANGS if beat is not None and min(waits, beat.computes) > self._hang else "")
                 if why != silent.get(process, ""):
                     silent[process] = why
+                    self._suspected.add(process)
                     self._on_silence(process, why)
 
     def _write(self, connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:

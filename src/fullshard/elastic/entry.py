@@ -190,7 +190,7 @@ class Entering:
     def _receive(self, sender: int, message: Any) -> None:
         raise NotImplementedError
 
-    def _lose(self, process: int, is_read: bool) -> None:
+    def _lose(self, process: int, is_read: bool, has_trusted: bool) -> None:
         raise NotImplementedError
 
     def _suspect(self, process: int, why: str) -> None:

@@ -167,6 +167,7 @@ class Job(Entering):
                 self._squares[message.step, message.shard] = message
             elif isinstance(message, Leaving):
                 self._leaving[sender] = message.is_done
+                self._agreement.is_done |= message.is_done
             elif isinstance(message, Fetch):
                 self._last_number = max(self._last_number, message.process)
                 self._wanted[message.process] = message.shard
@@ -186,12 +187,12 @@ class Job(Entering):
                     self._after_agreement()
             self._changed.notify_all()
 
-    def _lose(self, process: int, is_read: bool) -> None:
+    def _lose(self, process: int, is_read: bool, has_trusted: bool) -> None:
         with self._changed:
             if self._is_closed:
                 return
             was_member, is_done = process in self._agreement.members, self._leaving.get(process)
-            self._agreement.lose(process, is_read)
+            self._agreement.lose(process, is_read, has_trusted)
             if not is_done:
                 self._tell_change(f"process {process} {'leaves' if process in self._leaving else 'has ended'}")
             if not was_member:
