@@ -227,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.read:
         parts = tables(json.loads(options.read.read_text()))
         if options.docs:
-            page.update(options.docs, parts)
+            page.update([options.docs], parts)
         else:
             print("\n\n".join(parts.values()))
         return 0

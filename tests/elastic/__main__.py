@@ -138,6 +138,8 @@ def complaints(job: Job, result: Result) -> list[str]:
         allowed = {0} | {-9 for each in signals if each == "SIGKILL"} | {-19 for each in signals if each == "SIGSTOP"}
         if signals.count("SIGTERM") > 1:  # the second ends it
             allowed |= {-15}
+        if job.has_network and "The backend does not end this wait" in result.errors[rank]:
+            allowed |= {1}
         if gave_up or rank >= size:  # a process may be too late to join
             allowed |= {3}
         if rank >= size and not said:  # it finds no job, and waits for a launcher

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Client
+from typing import Any, cast
 
 import pytest
 
@@ -54,6 +56,25 @@ def test_a_wait_without_a_majority_is_an_error(alone: Job, monkeypatch: pytest.M
         alone._frozen_since = time.monotonic() - entry.PATIENCE - 1
         with pytest.raises(ElasticError, match="no majority of the members answers process 0, which waited 30 s for X"):
             alone.wait_for(lambda: False, "X")
+
+
+def test_a_process_whose_backend_does_not_end_a_wait_that_was_cut_ends(
+    alone: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def end(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", end)
+    with waiting("the gradients", cast(Any, object())):
+        alone._cut_row()
+        alone._progress()
+        alone._cut_since -= 11
+        alone._cut_row()  # again: it is the same wait
+        with pytest.raises(SystemExit, match="1"):
+            alone._progress()
+    assert "process 0 still waits for the gradients 10 s after its connections were closed" in caplog.text
+    with waiting("the next ones", cast(Any, object())):
+        alone._progress()
 
 
 def test_the_connections_of_the_job_outlive_a_row(alone: Job) -> None:

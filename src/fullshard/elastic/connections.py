@@ -114,9 +114,9 @@ class Connections:
 
     def _call(self, process: int, address: Address) -> None:
         with suppress(OSError, EOFError):  # it has ended
-            connection = Client(address, authkey=self.key)
+            connection, now = Client(address, authkey=self.key), time.monotonic()
             connection.send((self.me, self.address, host_id()))
-            self._serve(process, address, connection.recv(), connection)
+            self._serve(process, address, connection.recv(), connection, now)
 
     def owns(self, ends: tuple[str, str]) -> bool:
         """Whether a socket with these two ends is one of the connections."""
@@ -158,10 +158,12 @@ class Connections:
             elif said is None:
                 connection.send(self._welcome())
             elif said[0] not in self._of:
+                now = time.monotonic()
                 connection.send(host_id())
-                self._serve(said[0], said[1], said[2], connection)
+                self._serve(said[0], said[1], said[2], connection, now)
 
-    def _serve(self, process: int, address: Address, host: str, connection: Connection) -> None:
+    def _serve(self, process: int, address: Address, host: str, connection: Connection, greeted: float) -> None:
+        self._beats[process] = Beat(0.0, -math.inf, greeted, False)
         with _socket_of(connection) as found:
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._heard[process], self.addresses[process], self.host_of[process] = time.monotonic(), address, host
@@ -184,41 +186,42 @@ class Connections:
             if message is _GOODBYE:
                 is_certain = True
             elif isinstance(message, Beat):
-                self._beats[process] = message
+                heard = max(message.heard, self._beats[process].heard)  # a first beat has heard none of this process
+                self._beats[process] = message._replace(heard=heard)
             else:
                 self._on_message(process, message)
         if (outgoing := self._outgoing.pop(process, None)) is not None:
             outgoing.put(_END)
         is_certain |= self.host_of[process] == host_id()  # and within a host, nothing is lost
-        answers = 0 if is_certain else self._answers_before_refusal(self.addresses[process])
-        if answers is not None:  # one that has answered may have decided what cannot be read any more
+        seconds = 0.0 if is_certain else self._seconds_until_refusal(self.addresses[process])
+        if seconds is not None:  # one that answered for long may have decided what cannot be read any more
             self._heard.pop(process, None)
-            self._on_end(process, is_certain or (is_read and not answers), not answers and self._was_trusted(process))
+            was_trusted = seconds < _BEAT and self._was_trusted(process)
+            self._on_end(process, is_certain or (is_read and not seconds), was_trusted)
         else:
             self._broken.add(process)
 
     def _was_trusted(self, process: int) -> bool:
         """Whether a process that has ended surely never suspected this one: it had said so, and then it had too little
         time to miss beats of this one."""
-        beat = self._beats.get(process)
-        is_recent = beat is not None and not beat.has_suspected and time.monotonic() < beat.heard + self._silence
-        return is_recent and not self._has_hung
+        beat = self._beats[process]
+        return not (beat.has_suspected or self._has_hung) and time.monotonic() < beat.heard + self._silence
 
-    def _answers_before_refusal(self, address: Address) -> int | None:
-        """How often a process answers before its host says that no process is at an address: one that ends may be there
-        a moment longer. ``None`` if the host does not say so."""
-        deadline, answers = time.monotonic() + _REFUSES, 0
-        while self._is_open and time.monotonic() < deadline:
+    def _seconds_until_refusal(self, address: Address) -> float | None:
+        """For how long a process answers before its host says that no process is at an address: one that ends may be
+        there a moment longer. ``None`` if the host does not say so."""
+        began, now = time.monotonic(), 0.0
+        while self._is_open and now < began + _REFUSES:
             try:
                 socket.create_connection(address, _REFUSES).close()
             except ConnectionRefusedError:
-                return answers
+                return max(0.0, now - began)
             except ConnectionError:  # the process is about to end
                 pass
             except OSError:  # nobody answers
                 return None
-            answers += 1
             time.sleep(_REFUSES / 50)
+            now = time.monotonic()
         return None
 
     def _beat(self) -> None:
@@ -227,9 +230,7 @@ class Connections:
             computes, waits = self._progress()
             self._has_hung |= computes > self._hang
             for process, outgoing in [*self._outgoing.items()]:
-                last_beat = self._beats.get(process)
-                heard = last_beat.sent if last_beat is not None else -math.inf
-                outgoing.put(Beat(computes, time.monotonic(), heard, process in self._suspected))
+                outgoing.put(Beat(computes, time.monotonic(), self._beats[process].sent, process in self._suspected))
             time.sleep(_BEAT)
             now = time.monotonic()
             if now - last > 3 * _BEAT:  # this process was stopped itself: what came meanwhile is not read yet
@@ -237,8 +238,7 @@ class Connections:
             last = now
             for process, heard in [*self._heard.items()]:
                 why = SILENT if process in self._broken or now - heard > self._silence else ""
-                beat = self._beats.get(process)
-                why = why or (HANGS if beat is not None and min(waits, beat.computes) > self._hang else "")
+                why = why or (HANGS if min(waits, self._beats[process].computes) > self._hang else "")
                 if why != silent.get(process, ""):
                     silent[process] = why
                     self._suspected.add(process)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import socket
 import threading
 import time
@@ -46,6 +47,7 @@ from fullshard.watch.connections import connected_sockets
 _log = logging.getLogger("fullshard")
 
 _AGAIN = 1.0  # seconds after which a change is proposed again
+_STUCK = 10.0  # seconds after which a wait without connections has not ended
 
 
 class RepeatStep(Exception):
@@ -68,6 +70,7 @@ class Job(Entering):
         self._row_connections: Collection[tuple[str, str]] = ()  # of the backend between the processes of the row
         self._frozen_since = math.inf  # while the agreement is frozen
         self._wait_count, self._since = -1, 0.0  # the number of training's waits, and since when it is that
+        self._cut_since = math.inf  # when the wait of training was cut that WAITS has judged
         self._times: dict[str, float] = {}  # when a change was noticed and agreed, and this process in its new row
         self._first = 0  # the step from which on this process is a member
         self._mean: tuple[bytes, tuple[bool, ...]] | None = None  # of the step that ends, for those that follow
@@ -102,10 +105,21 @@ class Job(Entering):
             elif time.monotonic() > self._frozen_since + _AGAIN:
                 self._agreement.consider(again=True)
                 self._after_agreement()
-        now, count, is_waiting = time.monotonic(), WAITS.count, WAITS.current is not None
+        now, count, wait = time.monotonic(), WAITS.count, WAITS.current
+        if wait is not None and wait.process_group is not None and WAITS.verdict and now > self._cut_since + _STUCK:
+            self._end_process(wait.what)
         if count != self._wait_count:
             self._wait_count, self._since = count, now
-        return (0.0, now - self._since) if is_waiting else (now - self._since, 0.0)
+        return (0.0, now - self._since) if wait is not None else (now - self._since, 0.0)
+
+    def _end_process(self, what: str) -> None:
+        """Ends this process, as nothing ends its wait: gloo may wait for ever on a connection that it has closed."""
+        _log.error(
+            f"process {self.rank} still waits for {what} {_STUCK:.0f} s after its connections were closed, because the "
+            f"membership has changed. The backend does not end this wait, so the process ends: start it again"
+        )
+        self._connections.close()
+        os._exit(1)
 
     @property
     def changes(self) -> int:
@@ -362,6 +376,8 @@ class Job(Entering):
 
     def _cut_row(self) -> None:
         """Ends the waits of training for processes of a row that is no more: some may be stopped, not ended."""
+        if WAITS.judged[0] != WAITS.count:
+            self._cut_since = time.monotonic()
         WAITS.judged = WAITS.count, "The membership of the job has changed"
         for connection, ends in connected_sockets():
             if ends in self._row_connections and not self._connections.owns(ends):  # one may have come meanwhile

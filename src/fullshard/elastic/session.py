@@ -234,8 +234,9 @@ class Elastic(LocalJob):
         if self._directory is not None:
             (self._directory / f"{self.rank}.json").unlink(missing_ok=True)
         with self._changed:
-            for process in self._agreement.members:
-                self._connections.send(process, Leaving(self._is_done))
+            for process in self._agreement.members:  # one may yet need the norm of the last step
+                for message in (*self._squares.values(), Leaving(self._is_done)):
+                    self._connections.send(process, message)
             self._is_closed = True
         self._connections.close()
         self._until_begin.close()  # if nothing began
@@ -351,7 +352,7 @@ class Elastic(LocalJob):
                 self._ask_to_be_member()
             self._kept.forget(step)
             self._agreement.chosen.pop(step, None)
-            self._squares = {key: value for key, value in self._squares.items() if key[0] > step}
+            self._squares = {key: value for key, value in self._squares.items() if key[0] >= step}
             self._look_whether_complete()
 
     def show_gradients(self, step: int) -> None:
