@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 import fullshard
 from fullshard.report import pictures
 from fullshard.report.explain import Explanation, explain
-from fullshard.report.pictures import _label, _parts
+from fullshard.report.pictures import _LETTER, _label, _parts
 
 
 def rows(param: nn.Parameter) -> Shard:
@@ -104,9 +104,11 @@ def test_names_say_the_module_and_frozen_parameters_look_different(
     (figure,) = drawn
     (axes,) = figure.axes
     texts = [text.get_text() for text in axes.texts]
-    assert "attention.query_key_and_value.\nweight\n20 x 10" in texts
+    assert "attention.\nquery_key_and_value.weight\n20 x 10" in texts
     assert "mlp.weight\n8 x 80" in texts
     assert "too narrow for a name: mlp.bias (8)" in texts
+    of_bias = [bar for bar in axes.patches if bar.get_width() < _LETTER]
+    assert [(bar.get_linewidth(), bar.get_hatch()) for bar in of_bias] == [(0, None)] * 2, "they look like padding"
     looks = {(bar.get_facecolor(), bar.get_hatch()) for bar in axes.patches}
     (legend,) = figure.legends
     patches = dict(zip((text.get_text() for text in legend.texts), legend.get_patches(), strict=True))

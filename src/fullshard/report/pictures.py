@@ -2,7 +2,8 @@
 
 One bar is drawn for each group, or for several groups that are alike. Its upper half has the parameters in the order of
 their memory, by their names inside of the group's module; frozen ones are grey. Names that do not fit stand below the
-bar. The lower half shows the owners: all ranks if they are few, or else one rank. Padding is black.
+bar. The lower half shows the owners: all ranks if they are few, or else one rank. Padding is black. Parts that are too
+narrow for outlines have none, so that they do not look like padding.
 
 The colours of all pictures are those of Okabe and Ito, which colour-blind people can tell apart. Each comes with a
 hatch, so that pictures stay readable in grey. Matplotlib draws the lines of a hatch closer if its letter is repeated.
@@ -36,6 +37,11 @@ class Look(NamedTuple):
         """The arguments of matplotlib's ``bar``, ``barh`` and patches."""
         return {"facecolor": self.color, "hatch": 4 * self.hatch, "edgecolor": "black", "linewidth": 0.6}
 
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The same without an outline and a hatch, which would blacken a narrow bar."""
+        return {"facecolor": self.color, "linewidth": 0}
+
 
 #: The states of a group in a step.
 STATES = {"gathered": Look(SKY, "/"), "whole": Look(GREEN), "reduced": Look(ORANGE, ".")}
@@ -67,10 +73,10 @@ _MOST, _MOST_RANKS = 24, len(RANKS)
 #: The most stripes that are drawn for a parameter that is cut along another dimension than the first.
 _STRIPES = 32
 #: The part of a bar's width that a letter needs. Below: the height of the upper and the lower half of a bar.
-_LETTER = 0.0066
+_LETTER = 0.0084
 _NAMES, _OWNERS = 0.36, 0.2
 #: The lines that fit into the upper half of a bar, and the letters in a line below a bar.
-_LINES, _BELOW = 3, 130
+_LINES, _BELOW = 3, 105
 
 
 def draw_groups(title: str, groups: Sequence[GroupFacts], path: str | PathLike[str]) -> None:
@@ -86,7 +92,7 @@ def draw_groups(title: str, groups: Sequence[GroupFacts], path: str | PathLike[s
     shown = runs(groups)
     more = len(shown) - _MOST
     shown = shown[:_MOST]
-    figure = Figure(figsize=(11, 1.1 + 0.95 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(9, 1.1 + 0.95 * len(shown)), layout="constrained")
     axes: Any = figure.add_subplot()
     for at, alike in enumerate(shown):
         _draw_group(axes, alike[0], len(shown) - 1 - at)
@@ -109,11 +115,11 @@ def draw_groups(title: str, groups: Sequence[GroupFacts], path: str | PathLike[s
         legend += [Patch(**RANKS[rank].bar, label=f"part of rank {rank}") for rank in range(ranks)]
     else:
         legend.append(Patch(**RANKS[0].bar, label=f"part of rank {drawn[0].rank}"))
-    legend.append(Patch(**_PADDING.bar, label="padding"))
-    columns = -(-len(legend) // -(-len(legend) // 8))  # at most 8, and rows of the same length
+    legend += [Patch(**_PADDING.bar, label="padding")] if any(group.padding_share for group in drawn) else []
+    columns = -(-len(legend) // -(-len(legend) // 6))  # at most 6, and rows of the same length
     figure.legend(handles=legend, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     with matplotlib.rc_context({"hatch.linewidth": 0.5}):
-        figure.savefig(path, dpi=130)
+        figure.savefig(path, dpi=150)
 
 
 def _about(group: GroupFacts) -> str:
@@ -140,8 +146,8 @@ def _draw_group(axes: Any, group: GroupFacts, y: int) -> None:
         for rank, first, share in _parts(group, param):
             left, length = start + first * width, share * width
             look = RANKS[rank if group.ranks <= _MOST_RANKS else 0]
-            axes.barh(below, length, _OWNERS, left=left, **look.bar)
-            if group.ranks <= _MOST_RANKS and length > 3 * _LETTER:
+            axes.barh(below, length, _OWNERS, left=left, **(look.bar if length > _LETTER else look.plain))
+            if group.ranks <= _MOST_RANKS and length > 2 * _LETTER:
                 axes.text(left + length / 2, below, str(rank), ha="center", va="center", fontsize=8, bbox=box)
     if unnamed:
         text = textwrap.shorten(f"too narrow for a name: {', '.join(unnamed)}", _BELOW, placeholder=" ...")
