@@ -81,11 +81,15 @@ def memory_of(explanation: Explanation) -> dict[str, float]:
 
 
 def draw_memory(file: Path) -> None:
-    """Draws the memory of a rank: with DDP, which keeps everything whole, and sharded over more and more ranks."""
+    """Draws the memory of a rank: with DDP, which keeps everything whole, and sharded over more and more ranks.
+
+    DDP is shown at its least: with ``gradient_as_bucket_view``. Without it, its buckets hold the gradients once more.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
-    whole = memory_of(fullshard.explain(small_llama, ranks=1)) | {"other": 0.0}  # DDP gathers nothing
+    whole = memory_of(fullshard.explain(small_llama, ranks=1))
+    whole |= {"gradients": whole["parameters"], "other": 0.0}  # DDP has all gradients at its peak, and gathers nothing
     bars = {"DDP, on any\nnumber of ranks": whole}
     bars |= {f"fullshard, {n} ranks": memory_of(fullshard.explain(small_llama, ranks=n)) for n in (8, 64)}
     figure = Figure(figsize=(10, 2.5), layout="constrained")
