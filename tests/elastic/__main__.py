@@ -103,7 +103,8 @@ def complaints_of_cut(job: Job, result: Result, cut: Cut) -> list[str]:
     """What is wrong after the network was cut: both parts go on, or a part that could does not."""
     found, size, made = list[str](), job.shards * job.replicas, dict[str, set[int]]()
     for process, said in enumerate(result.said):
-        steps = {each["step"] for each in said if "step" in each and cut.begin < each["time"] < cut.end}
+        ends = [each for each in said if "step" in each and "ended" not in each]
+        steps = {each["step"] for each in ends if cut.begin < each["time"] < cut.end}
         made.setdefault(cut.part_of[process], set()).update(steps)
     if len(made) > 1 and all(len(steps) > 1 for steps in made.values()):
         found.append(f"both parts of the network go on after it was cut: {made}")
