@@ -201,6 +201,7 @@ raise ValueError("bad batch")
 """
 
 
+@pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")
 def test_a_job_that_crashes_is_reported_as_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text(PROGRAM.format(store=tmp_path / "store"))

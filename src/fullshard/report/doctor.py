@@ -236,12 +236,13 @@ class _ObservedJob:
     def _read(self) -> None:
         """Pass on the job's error output, and keep its last lines."""
         assert self._process.stderr is not None
-        for line in self._process.stderr:
-            text = line.decode(errors="replace")
-            self._errors.append(text)
-            if not self.ending:  # once the doctor ends the job, the launcher only complains about that
-                sys.stderr.write(text)
-                sys.stderr.flush()
+        with self._process.stderr as errors:
+            for line in errors:
+                text = line.decode(errors="replace")
+                self._errors.append(text)
+                if not self.ending:  # once the doctor ends the job, the launcher only complains about that
+                    sys.stderr.write(text)
+                    sys.stderr.flush()
 
     def follow(self) -> None:
         """Wait until the job has ended, all ranks have done the steps, or no rank writes anything any more."""
