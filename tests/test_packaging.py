@@ -116,6 +116,7 @@ def metadata(wheel: Path) -> bytes:
 def test_the_metadata_is_valid_and_says_what_is_supported(metadata: bytes) -> None:
     found = Metadata.from_email(metadata)  # raises for every field that is not as the standards have it
     assert (found.name, str(found.version)) == ("fullshard", fullshard.__version__)
+    assert found.metadata_version == "2.4", "older tools for uploads and mirrors refuse the newer format"
     assert not set(found.classifiers or ()) - trove_classifiers.classifiers
     pythons = pythons_of(found.classifiers or ())
     assert found.requires_python is not None
