@@ -221,6 +221,7 @@ def test_the_version_and_the_address_are_the_same_everywhere() -> None:
         (".github/ISSUE_TEMPLATE/bug.yml", "github-issue-forms"),
         (".github/ISSUE_TEMPLATE/feature.yml", "github-issue-forms"),
         (".github/ISSUE_TEMPLATE/config.yml", "github-issue-config"),
+        (".github/dependabot.yml", "dependabot"),
         ("CITATION.cff", "citation-file-format"),
     ],
 )
@@ -288,6 +289,31 @@ def test_what_is_tested_is_what_is_said_to_be_supported() -> None:
     assert Version(newest[1]) == max(torches)
     long = {match[1] for line in commands() if (match := re.search(r"test-torch TORCH=(\S+)", line))}
     assert {Version(torch) for torch in long} == {min(torches), max(torches)}
+
+
+def test_actions_are_pinned_to_commits() -> None:
+    lines = [line.strip() for file in WORKFLOWS for line in file.read_text().splitlines() if "uses:" in line]
+    pins: dict[str, set[str]] = {}
+    for line in lines:
+        match = re.fullmatch(r"- uses: ([\w/-]+)@([0-9a-f]{40} # v\d+\.\d+\.\d+)", line)
+        assert match is not None, line
+        pins.setdefault(match[1], set()).add(match[2])
+    assert "pypa/gh-action-pypi-publish" in pins
+    assert all(len(versions) == 1 for versions in pins.values()), pins
+
+
+def test_what_is_published_was_built_once_and_tried_on_each_system() -> None:
+    release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
+    assert [name for name, job in release.items() if "hatchling build" in str(job["steps"])] == ["build"]
+    assert {"test", "try"} <= {*release["publish"]["needs"]}
+    assert release["try"]["needs"] == "build"
+    matrix = release["try"]["strategy"]["matrix"]
+    assert {name.partition("-")[0] for name in matrix["system"]} == {"ubuntu", "macos", "windows"}
+    assert [Version(python) for python in matrix["python"]] == pythons_of(PROJECT["project"]["classifiers"])
+    assert {*matrix["file"], *(each["file"] for each in matrix["include"])} == {"whl", "tar.gz"}
+    oldest = {each["torch"].replace("==", ">=").removesuffix(".0") for each in matrix["include"] if "torch" in each}
+    assert oldest == {each for each in PROJECT["project"]["dependencies"] if each.startswith("torch")}
+    assert [name for name, job in release.items() if "id-token" in job.get("permissions", {})] == ["publish"]
 
 
 def test_files_that_are_named_exist() -> None:
@@ -368,9 +394,11 @@ def test_the_installed_command_tells_its_version(installed: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_two_ranks_train_on_what_is_installed(installed: Path, tmp_path: Path) -> None:
-    (tmp_path / "file.py").write_text(TWO_RANKS)
-    said = run(*torchrun(installed), "file.py", cwd=tmp_path)
-    assert sorted(said.splitlines()) == [f"rank {rank} has a gradient of (2, 4)" for rank in range(2)]
+    """With the program that the release workflow runs on each system."""
+    said = run(installed / "python", ROOT / "tests" / "installed.py", cwd=tmp_path)
+    assert [line.partition(" trains like ")[0] for line in said.splitlines() if " trains like " in line] == [
+        f"{front_end} on 2 ranks" for front_end in ("fully_shard", "FullyShardedDataParallel")
+    ]
 
 
 def torchrun(programs: Path) -> list[str | Path]:
