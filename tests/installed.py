@@ -118,9 +118,10 @@ def main() -> None:
         environment["GLOO_SOCKET_IFNAME"] = loopback
     if os.name == "nt":
         environment["USE_LIBUV"] = "0"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    torchrun += [f"--nproc-per-node={RANKS}", __file__]
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([*torchrun, __file__, folder], check=True, env=environment, timeout=300)
+        subprocess.run([*torchrun, folder], check=True, env=environment, timeout=300)
 
 
 if __name__ == "__main__":
