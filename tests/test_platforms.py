@@ -13,6 +13,7 @@ import ctypes
 import io
 import mmap
 import os
+import platform
 import select
 import shutil
 import signal
@@ -46,6 +47,7 @@ FEATURES: dict[str, tuple[tuple[ModuleType, tuple[str, ...]], ...]] = {
     "modules": (),
     "paths": (),
     "libc": (),
+    "x86-64": (),
     "fine clocks": (),
 }
 MODULES, PATHS = ("resource", "fcntl", "termios", "pwd", "grp"), ("/proc", "/dev/shm", "/dev/fd", "/sys")
@@ -133,6 +135,8 @@ def lack(names: list[str]) -> None:
         hide_paths()
     if "libc" in names:
         hide_libc()
+    if "x86-64" in names:
+        platform.machine = lambda: "arm64"
     if "fine clocks" in names:
         coarsen_clocks()
 
@@ -222,7 +226,7 @@ def program(names: list[str], folder: Path) -> None:
         assert world is not None
         assert choose_transport(world, torch.device("cpu"))[0].name == "p2p"
         os.environ["FULLSHARD_TRANSPORT"] = "shm"
-        with pytest.raises(ValueError, match=r"'shm' cannot .* without the shared memory .* it lacks memfd_create"):
+        with pytest.raises(ValueError, match=r"'shm' cannot .* without the shared memory .* it lacks .*memfd_create"):
             choose_transport(world, torch.device("cpu"))
         os.environ["FULLSHARD_TRANSPORT"] = "collective"
         collective = fullshard.fully_shard(model(), mesh=mesh)
