@@ -62,15 +62,14 @@ class Job:
     has_network: bool = False
 
     def host_of(self, process: int) -> str:
-        """The host of a process: a new one starts on a host whose network is not cut for good."""
-        is_new = process >= self.shards * self.replicas
+        """The host of a process. If a network is cut for good, a new process starts in the larger part."""
+        size, hosts = self.shards * self.replicas, self.hosts
         cut = {
-            self.host_of(each)
-            for each, faults in self.faults.items()
-            for fault in faults
-            if fault[2] == "cut" and is_new
+            hosts[each % len(hosts)] for each, faults in self.faults.items() if "cut" in [fault[2] for fault in faults]
         }
-        hosts = [each for each in self.hosts if each not in cut] or self.hosts
+        if process >= size and cut:
+            is_larger = 2 * sum(self.host_of(each) in cut for each in range(size)) > size
+            hosts = "".join(each for each in hosts if (each in cut) is is_larger) or hosts
         return hosts[process % len(hosts)]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +85,27 @@ def test_a_new_process_forgets_the_steps_that_the_members_have_gone_back_over(
     job._fetch()
     assert job.step == 0
     assert [job._counts(step) for step in range(3)] == [True, False, False]
+    job._connections.close()
+
+
+def test_a_new_process_that_becomes_a_member_while_it_asks_for_a_state_keeps_its_own(
+    tmp_path: Path, launched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that it followed has ended, and the one that it asks waits for it in a row."""
+    job = Restoring(1, 0, tmp_path)
+    first = job._agreement.membership
+    job._agreement, job._sources = Agreement(1, 1, 1), (0,)
+    job._followed = {2: Followed(2, b"", (), (), back=0)}
+
+    def becomes_member(condition: Callable[[], Any], _: str) -> None:
+        assert not condition()
+        job._agreement.membership = first._replace(number=1)
+        assert condition()
+
+    monkeypatch.setattr(job, "wait_for", becomes_member)
+    monkeypatch.setattr(job, "_load", lambda *_: pytest.fail("it has a state"))
+    job._fetch()
+    assert [*job._followed] == [2]
     job._connections.close()
 
 

@@ -93,16 +93,22 @@ class Restoring(Regrouping):
         self._kept.note_start()
 
     def _fetch(self) -> None:
-        """Gets the state of this process's shard from a member that has it, or a copy if there is none."""
+        """Gets the state of this process's shard from a member that has it, or a copy if there is none. Keeps its own
+        if it becomes a member meanwhile: others wait for it, and send no state."""
+
+        def ends() -> bool:
+            return bool(self._states) or self._source in self._gone() or not self.is_joining
+
         with self._changed:
             while not self._states:
                 left = [each for each in self._sources if each not in self._gone()]
                 if not left:
                     raise ElasticError(f"no member is left that has shard {self.shard}, which this new process needs")
                 self._source = left[0]
-                self._followed.clear()
                 self._connections.send(self._source, Fetch(self.rank, self.shard))
-                self.wait_for(lambda: self._states or self._source in self._gone(), "the state of its shard")
+                self.wait_for(ends, "the state of its shard")
+                if not self.is_joining:
+                    return
             state = self._states.pop()
             self._states.clear()
             self._followed = {step: each for step, each in self._followed.items() if each.back >= state.back}
