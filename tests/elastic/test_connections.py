@@ -65,14 +65,31 @@ def break_connection(process: End, other: int, is_reset: bool = False) -> None:
 
 
 def test_the_network_may_break_a_connection_with_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process whose connection breaks is silent, and suspected no earlier than any other that is."""
     monkeypatch.setattr("fullshard.elastic.connections._REFUSES", 0.3)
-    first, second = pair()
+    monkeypatch.setattr("fullshard.elastic.connections._BEAT", 0.1)
+    first, second = End(0, 1.5), End(1)
+    second.connect({0: first.address}, 10)
     first.host_of[1] = "another"
     break_connection(first, 1)
+    began = time.monotonic()
     assert second.heard.get(timeout=10) == (0, "ended")  # of this host, so it cannot be the network
     assert first.heard.get(timeout=10) == (1, SILENT)
+    assert time.monotonic() - began > 1
     first.close()
     second.close()
+
+
+def test_one_that_is_killed_on_this_host_counts_as_read_unless_it_suspected_this_one() -> None:
+    """What it had queued is lost, perhaps a decision to go on without a process that it suspected."""
+    for suspects, said in ((set[int](), "ended"), ({0}, "ended, unread")):
+        first, second = pair()
+        second.suspected |= suspects
+        first._beats[1] = first._beats[1]._replace(has_suspected=bool(suspects))
+        break_connection(second, 0)
+        assert first.heard.get(timeout=10) == (1, said)
+        first.close()
+        second.close()
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
@@ -93,7 +110,7 @@ def test_one_that_has_ended_was_trusted_if_it_had_no_time_to_suspect_this_one(
     first, second = End(0, silence), End(1)
     second.connect({0: first.address}, 10)
     first.host_of[1], first.addresses[1], first.progress = "another", ("127.0.0.1", 1), (9.0 * hangs, 0.0)
-    second._suspected.update([0][:suspects])
+    second.suspected.update([0][:suspects])
     time.sleep(0.5)
     if silence < 60:  # beats do not come any more
         second._outgoing.pop(0)

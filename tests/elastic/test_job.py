@@ -16,6 +16,7 @@ from fullshard.elastic import entry
 from fullshard.elastic.agreement import Agreement, Promise
 from fullshard.elastic.entry import ElasticError
 from fullshard.elastic.job import Job
+from fullshard.elastic.messages import Leaving
 from fullshard.watch.connections import connected_sockets
 
 
@@ -68,13 +69,36 @@ def test_a_process_whose_backend_does_not_end_a_wait_that_was_cut_ends(
     with waiting("the gradients", cast(Any, object())):
         alone._cut_row()
         alone._progress()
-        alone._cut_since -= 11
+        alone._cut = alone._cut[0], alone._cut[1] - 11
         alone._cut_row()  # again: it is the same wait
         with pytest.raises(SystemExit, match="1"):
             alone._progress()
-    assert "process 0 still waits for the gradients 10 s after its connections were closed" in caplog.text
+    assert (
+        "process 0 still waits for the gradients 10 s after its connections to other processes were closed"
+        in caplog.text
+    )
     with waiting("the next ones", cast(Any, object())):
         alone._progress()
+
+
+def test_steps_that_a_process_made_and_left_are_compared_with_those_that_are_to_be_made(alone: Job) -> None:
+    """A process may leave between two calls of steps()."""
+    alone._target = 10
+    for is_done, step, expected in ((True, 5, False), (False, 10, False), (True, 10, True)):
+        alone._receive(1, Leaving(is_done, step))
+        assert alone._agreement.is_done is expected
+
+
+def test_waits_that_begin_after_a_row_was_broken_are_cut_too(alone: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts: list[int] = []
+    monkeypatch.setattr(alone, "_cut_row", lambda: cuts.append(1))
+    alone._row = (0,)
+    alone._progress()
+    assert not cuts
+    alone._row = (0, 1)
+    alone._progress()
+    alone._progress()
+    assert cuts == [1, 1]
 
 
 def test_the_connections_of_the_job_outlive_a_row(alone: Job) -> None:

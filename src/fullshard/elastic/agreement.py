@@ -14,7 +14,7 @@ counted nowhere, and is repeated. If none does, it may have counted somewhere, a
 
 *Memberships are decided one after another*, each by single-decree Paxos (Lamport, "Paxos Made Simple", 2001) among the
 members before. A quorum is a majority of them; or all that are left, if these are half of them, or each of these has
-read the last message of every other one. The others cannot have decided without one of a half. If their last messages
+read the last message of every other one. The other half is no majority without one of these. If their last messages
 were read, nobody who knows of a different decision is left, nor is a message on its way. The last message of a process
 that cannot have decided anything counts as read.
 
@@ -149,7 +149,7 @@ class Agreement:
         chosen: the replicas that take part in a step, if they are chosen.
         copies: of states, by the step and the shard. None may be dropped while this process is frozen.
         goes_back: whether this process has yet to load its copy of ``step``.
-        is_done: whether a process has made all steps and left, so that nobody needs a lost shard any more.
+        is_done: whether a process has made as many steps as this one is to make, and left: they all count.
         outbox: messages to send, each with its receiver, in this order.
     """
 
@@ -172,7 +172,7 @@ class Agreement:
         self._is_complete = False  # whether all gradients of this step are there
         self._said: dict[int, set[int]] = {}  # which members are complete, by the step
         self._promised: Ballot = (0, -1)
-        self._voters_of: dict[int, frozenset[int]] = {}  # who may accept what each process proposes, as far as known
+        self._voters_of: dict[int, frozenset[int]] = {}  # by proposer: the members that may have accepted its proposal
         self._accepted: tuple[Ballot, Membership] | None = None
         self._proposal: _Proposal | None = None
         self._answered: tuple[int, Promise | Accepted] | None = None  # what this process said last to a proposal
@@ -230,9 +230,9 @@ class Agreement:
         return frozenset(self.lost - self.unread)
 
     def lose(self, process: int, is_read: bool = True, has_trusted: bool = True) -> None:
-        """A process has ended. Its last message was read, or not (``is_read``); and it never suspected this one, or may
-        have (``has_trusted``). If it did not, it can have decided only what it proposed with a promise of this one, and
-        what a majority accepted that was alive."""
+        """A process has ended. ``is_read``: its last message was read. ``has_trusted``: it surely never suspected this
+        one. Then it can have decided only what it proposed with a promise of this one, and what a majority accepted of
+        members that were alive."""
         self.lost.add(process)
         if not is_read and (not has_trusted or 2 * len(self._voters_of.get(process, ())) > len(self.members)):
             self.unread.add(process)

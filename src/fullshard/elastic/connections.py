@@ -2,16 +2,18 @@
 
 Messages between two processes arrive in order, and the end of a process comes after its last message. The end of a
 connection is certain news of the end of the process if that said goodbye, or is on this host, or if its host refuses
-another connection. In the last case, the network may have lost its last messages. Otherwise the network may have broken
-the connection, and the process is silent. Silence is not certain: a
-process that has sent nothing for long, not even that it is alive, may be stopped, or the network may be cut. Nor is a
-process that computes for long, while this one waits.
+another connection. Otherwise the network may have broken the connection, and the process is silent. Only a process that
+said goodbye has surely sent all its messages: one that is killed loses those that are queued.
+
+Silence is not certain: a process that has sent nothing for long, not even that it is alive, may be stopped, or the
+network may be cut. Nor is a process that computes for long, while this one waits.
 """
 
 from __future__ import annotations
 
 import atexit
 import math
+import os
 import queue
 import socket
 import threading
@@ -33,12 +35,12 @@ _REFUSES = 3.0  # seconds in which the host of a process that has ended refuses 
 
 
 class Beat(NamedTuple):
-    """Says that the sender is alive. Times are those of :func:`time.monotonic`, in seconds."""
+    """Says that the sender is alive. Times are in seconds."""
 
-    computes: float  # for how long it has
+    computes: float  # for how long the sender has computed without a wait
     sent: float
-    heard: float  # when the receiver has sent the last beat that came; of its clock
-    has_suspected: bool  # the receiver, ever
+    heard: float  # ``sent`` of the last beat that the sender got from the receiver
+    has_suspected: bool  # whether the sender ever suspected the receiver
 
 
 class Connections:
@@ -79,13 +81,13 @@ class Connections:
         self._on_silence, self._silence, self._hang, self._progress = on_silence, silence, hang, progress
         self._heard: dict[int, float] = {}  # when something came last
         self._beats: dict[int, Beat] = {}  # the last ones that came
-        self._suspected: set[int] = set()  # ever
-        self._has_hung = False
-        self._broken: set[int] = set()  # whose connections ended, though they may live
+        self.suspected: set[int] = set()  # processes that this one ever took for silent or hanging
+        self._has_hung = False  # this process: others may have suspected it
         self._of: dict[int, Connection] = {}
         self._outgoing: dict[int, queue.SimpleQueue[Any]] = {}
         self._writers: list[threading.Thread] = []
         self._changed, self._is_open = threading.Condition(), True
+        self._pid = os.getpid()
         atexit.register(self.close)  # a program that ends by an error says goodbye too
         self._start(self._accept, "accept")
         self._start(self._beat, "beat")
@@ -114,7 +116,7 @@ class Connections:
 
     def _call(self, process: int, address: Address) -> None:
         with suppress(OSError, EOFError):  # it has ended
-            connection, now = Client(address, authkey=self.key), time.monotonic()
+            connection, now = Client(address, authkey=self.key), _now()
             connection.send((self.me, self.address, host_id()))
             self._serve(process, address, connection.recv(), connection, now)
 
@@ -130,6 +132,8 @@ class Connections:
     def close(self) -> None:
         """Ends all connections, after what was sent."""
         atexit.unregister(self.close)
+        if os.getpid() != self._pid:  # a fork has none of the threads
+            return
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
@@ -158,7 +162,7 @@ class Connections:
             elif said is None:
                 connection.send(self._welcome())
             elif said[0] not in self._of:
-                now = time.monotonic()
+                now = _now()
                 connection.send(host_id())
                 self._serve(said[0], said[1], said[2], connection, now)
 
@@ -175,7 +179,7 @@ class Connections:
             self._changed.notify_all()
 
     def _read(self, process: int, connection: Connection) -> None:
-        is_certain = is_read = False
+        said_goodbye = is_read = False
         while True:
             try:
                 message = connection.recv()
@@ -184,7 +188,7 @@ class Connections:
                 break
             self._heard[process] = time.monotonic()
             if message is _GOODBYE:
-                is_certain = True
+                said_goodbye = True
             elif isinstance(message, Beat):
                 heard = max(message.heard, self._beats[process].heard)  # a first beat has heard none of this process
                 self._beats[process] = message._replace(heard=heard)
@@ -192,20 +196,19 @@ class Connections:
                 self._on_message(process, message)
         if (outgoing := self._outgoing.pop(process, None)) is not None:
             outgoing.put(_END)
-        is_certain |= self.host_of[process] == host_id()  # and within a host, nothing is lost
-        seconds = 0.0 if is_certain else self._seconds_until_refusal(self.addresses[process])
+        is_near = self.host_of[process] == host_id()  # so the connection lost nothing
+        seconds = 0.0 if said_goodbye or is_near else self._seconds_until_refusal(self.addresses[process])
         if seconds is not None:  # one that answered for long may have decided what cannot be read any more
             self._heard.pop(process, None)
             was_trusted = seconds < _BEAT and self._was_trusted(process)
-            self._on_end(process, is_certain or (is_read and not seconds), was_trusted)
-        else:
-            self._broken.add(process)
+            is_read = said_goodbye or (was_trusted and (is_near or (is_read and not seconds)))
+            self._on_end(process, is_read, was_trusted)
 
     def _was_trusted(self, process: int) -> bool:
-        """Whether a process that has ended surely never suspected this one: it had said so, and then it had too little
-        time to miss beats of this one."""
+        """Whether a process that has ended surely never suspected this one: it said so, and has ended before it could
+        have missed the beats of this one for as long as silence takes."""
         beat = self._beats[process]
-        return not (beat.has_suspected or self._has_hung) and time.monotonic() < beat.heard + self._silence
+        return not (beat.has_suspected or self._has_hung) and _now() < beat.heard + self._silence
 
     def _seconds_until_refusal(self, address: Address) -> float | None:
         """For how long a process answers before its host says that no process is at an address: one that ends may be
@@ -230,18 +233,18 @@ class Connections:
             computes, waits = self._progress()
             self._has_hung |= computes > self._hang
             for process, outgoing in [*self._outgoing.items()]:
-                outgoing.put(Beat(computes, time.monotonic(), self._beats[process].sent, process in self._suspected))
+                outgoing.put(Beat(computes, _now(), self._beats[process].sent, process in self.suspected))
             time.sleep(_BEAT)
             now = time.monotonic()
             if now - last > 3 * _BEAT:  # this process was stopped itself: what came meanwhile is not read yet
                 self._heard = dict.fromkeys(self._heard, now)
             last = now
             for process, heard in [*self._heard.items()]:
-                why = SILENT if process in self._broken or now - heard > self._silence else ""
+                why = SILENT if now - heard > self._silence else ""
                 why = why or (HANGS if min(waits, self._beats[process].computes) > self._hang else "")
                 if why != silent.get(process, ""):
                     silent[process] = why
-                    self._suspected.add(process)
+                    self.suspected.add(process)
                     self._on_silence(process, why)
 
     def _write(self, connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
@@ -252,6 +255,11 @@ class Connections:
                     break
             with _socket_of(connection) as found:
                 found.shutdown(socket.SHUT_WR)
+
+
+def _now() -> float:
+    """Seconds, with those in which this host sleeps if the system counts them."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 @contextmanager

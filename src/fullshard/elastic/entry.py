@@ -178,6 +178,7 @@ class Entering:
         self._agreement = Agreement(self.rank, self.shards, self.replicas)
         self._connections = self._open(key, host_address(next(iter(welcome.addresses.values()))[0]))
         for process in self._connections.connect(welcome.addresses, _ANSWER):
+            self._connections.suspected.add(process)
             self._agreement.suspect(process)  # it has ended meanwhile, or is stopped
 
     def _gone(self) -> set[int]:

@@ -47,7 +47,7 @@ from fullshard.watch.connections import connected_sockets
 _log = logging.getLogger("fullshard")
 
 _AGAIN = 1.0  # seconds after which a change is proposed again
-_STUCK = 10.0  # seconds after which a wait without connections has not ended
+_STUCK = 10.0  # seconds for which a wait may go on after its connections were closed
 
 
 class RepeatStep(Exception):
@@ -70,7 +70,9 @@ class Job(Entering):
         self._row_connections: Collection[tuple[str, str]] = ()  # of the backend between the processes of the row
         self._frozen_since = math.inf  # while the agreement is frozen
         self._wait_count, self._since = -1, 0.0  # the number of training's waits, and since when it is that
-        self._cut_since = math.inf  # when the wait of training was cut that WAITS has judged
+        self._cut = -1, math.inf  # the number of the wait whose connections were closed, and since when
+        self._aborted: Any = None  # the process group whose waits were ended
+        self._made, self._target = 0, math.inf  # how many steps a process had made that left, and how many are to be
         self._times: dict[str, float] = {}  # when a change was noticed and agreed, and this process in its new row
         self._first = 0  # the step from which on this process is a member
         self._mean: tuple[bytes, tuple[bool, ...]] | None = None  # of the step that ends, for those that follow
@@ -102,11 +104,18 @@ class Job(Entering):
         with self._changed:
             if self._has_waited_for_majority():
                 self._cut_row()  # what training waits for will not come, and then it raises an error
+            elif self._row and self._is_in_other_row(self._row):
+                self._cut_row()  # also a wait that has begun since the change
             elif time.monotonic() > self._frozen_since + _AGAIN:
                 self._agreement.consider(again=True)
                 self._after_agreement()
         now, count, wait = time.monotonic(), WAITS.count, WAITS.current
-        if wait is not None and wait.process_group is not None and WAITS.verdict and now > self._cut_since + _STUCK:
+        if (
+            wait is not None
+            and wait.process_group is not None
+            and count == self._cut[0]
+            and now > self._cut[1] + _STUCK
+        ):
             self._end_process(wait.what)
         if count != self._wait_count:
             self._wait_count, self._since = count, now
@@ -115,8 +124,8 @@ class Job(Entering):
     def _end_process(self, what: str) -> None:
         """Ends this process, as nothing ends its wait: gloo may wait for ever on a connection that it has closed."""
         _log.error(
-            f"process {self.rank} still waits for {what} {_STUCK:.0f} s after its connections were closed, because the "
-            f"membership has changed. The backend does not end this wait, so the process ends: start it again"
+            f"process {self.rank} still waits for {what} {_STUCK:.0f} s after its connections to other processes were "
+            f"closed. The backend does not end this wait, so the process ends: start it again"
         )
         self._connections.close()
         os._exit(1)
@@ -181,7 +190,8 @@ class Job(Entering):
                 self._squares[message.step, message.shard] = message
             elif isinstance(message, Leaving):
                 self._leaving[sender] = message.is_done
-                self._agreement.is_done |= message.is_done
+                self._made = max(self._made, message.step if message.is_done else 0)
+                self._agreement.is_done = self._made >= self._target
             elif isinstance(message, Fetch):
                 self._last_number = max(self._last_number, message.process)
                 self._wanted[message.process] = message.shard
@@ -189,7 +199,7 @@ class Job(Entering):
             elif isinstance(message, ShardState):
                 self._source = sender
                 self._states.append(message)
-            elif isinstance(message, Followed):
+            elif isinstance(message, Followed) and message.back >= self._back:
                 self._followed[message.step] = message
                 self._squares.update({(message.step, each.shard): each for each in message.squares})
             elif isinstance(message, Candidate):
@@ -376,13 +386,14 @@ class Job(Entering):
 
     def _cut_row(self) -> None:
         """Ends the waits of training for processes of a row that is no more: some may be stopped, not ended."""
-        if WAITS.judged[0] != WAITS.count:
-            self._cut_since = time.monotonic()
+        if self._cut[0] != WAITS.count:
+            self._cut = WAITS.count, time.monotonic()
         WAITS.judged = WAITS.count, "The membership of the job has changed"
         for connection, ends in connected_sockets():
             if ends in self._row_connections and not self._connections.owns(ends):  # one may have come meanwhile
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
         groups, world = self._schedule.groups if self._schedule is not None else (), dist.group.WORLD
-        if world is not None and not all(is_host(group.device) for group in groups):
+        if world not in (None, self._aborted) and not all(is_host(group.device) for group in groups):
+            self._aborted = world
             threading.Thread(target=world.abort, daemon=True).start()  # NCCL waits on the device

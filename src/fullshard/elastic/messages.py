@@ -54,7 +54,8 @@ class Square(NamedTuple):
 class Leaving(NamedTuple):
     """The sender ends, because its program does, not by an error."""
 
-    is_done: bool  # whether it has made all steps, and so the others are about to
+    is_done: bool  # whether it has made all steps that it was to make
+    step: int  # how many steps it has made
 
 
 class Welcome(NamedTuple):

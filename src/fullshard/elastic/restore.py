@@ -112,6 +112,7 @@ class Restoring(Regrouping):
             state = self._states.pop()
             self._states.clear()
             self._followed = {step: each for step, each in self._followed.items() if each.back >= state.back}
+            self._squares = {key: each for key, each in self._squares.items() if each.number >= state.back}
         self._load(state.step, state.data)
         with self._changed:
             self._back, self._has_copy = state.back, state.is_lost

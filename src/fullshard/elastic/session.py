@@ -201,6 +201,8 @@ class Elastic(LocalJob):
         """
         if self._kept is None:
             raise RuntimeError("elastic.begin(model, optimizer) must be called before elastic.steps()")
+        with self._changed:
+            self._target, self._agreement.is_done = number, self._made >= number
         while (self.step < number or self._must_go_back()) and not self.has_left:
             if self._agreement.goes_back:
                 self._leave_row()
@@ -235,7 +237,7 @@ class Elastic(LocalJob):
             (self._directory / f"{self.rank}.json").unlink(missing_ok=True)
         with self._changed:
             for process in self._agreement.members:  # one may yet need the norm of the last step
-                for message in (*self._squares.values(), Leaving(self._is_done)):
+                for message in (*self._squares.values(), Leaving(self._is_done, self.step)):
                     self._connections.send(process, message)
             self._is_closed = True
         self._connections.close()
@@ -316,7 +318,7 @@ class Elastic(LocalJob):
     def norm(self, step: int, square: float) -> float:
         """The norm of all gradients, from the sum of the squares of this shard's."""
         with self._changed:
-            mine = Square(self._number, step, self.shard, square)
+            mine = Square(self._number - self._agreement.goes_back, step, self.shard, square)
             self._squares[step, self.shard] = mine
             for process in self._agreement.members if not self._agreement.goes_back else ():
                 self._connections.send(process, mine)
