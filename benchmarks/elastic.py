@@ -56,7 +56,7 @@ def measure_elastic(options: argparse.Namespace) -> dict[str, Any]:
         ratios.append(elastic / mesh)
     kills = [recovery(options) for _ in range(options.kills)]
     slower, mebibytes = joining(options) if options.rounds else (math.nan, math.nan)
-    course = sorted(kills)[len(kills) // 2][1] if kills else {}
+    course = sorted(kills, key=lambda kill: kill[0])[len(kills) // 2][1] if kills else {}
     return {
         "steady": ratios,
         "recoveries": sorted(each for each, _ in kills),

@@ -139,7 +139,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.docs and options.names:
         parser.error("--docs takes the tables of one whole run: leave out the names")
     results = (
-        read(options.read) if options.read else _measure(options.names or list(NAMES), options.quick, options.full)
+        read(options.read)
+        if options.read
+        else _measure(options.names or list(NAMES), options.quick, options.full, options.output)
     )
     print(save(results, options.output))
     print(f"Saved as results.json, results.md and results.png in {options.output}")
@@ -152,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _measure(names: list[str], quick: bool, full: bool) -> dict[str, Any]:
+def _measure(names: list[str], quick: bool, full: bool, output: Path) -> dict[str, Any]:
     watch = machine.Watch()
     cores = os.cpu_count() or 1
     if watch.load_before > cores / 2:
@@ -160,7 +162,11 @@ def _measure(names: list[str], quick: bool, full: bool) -> dict[str, Any]:
             f"Load average {watch.load_before:.1f} on {cores} cores: the machine is busy, figures will be noisy",
             file=sys.stderr,
         )
-    results = {"machine": machine.facts(), "quick": quick, **dict(run(names, quick, full))}
+    results = {"machine": machine.facts(), "quick": quick}
+    output.mkdir(parents=True, exist_ok=True)
+    for label, result in run(names, quick, full):
+        results[label] = result
+        (output / "results.json").write_text(json.dumps(results) + "\n")  # what follows may fail
     return {**results, "watch": watch.read()}
 
 

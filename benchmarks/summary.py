@@ -33,7 +33,7 @@ def _steps(results: Results) -> Iterator[list[str]]:
             ours, theirs, ddp = (least(found[each]["wire"]) for each in (*names[1:], "DDP"))
             walls = [f"{ratio(found, 'wall', each, 'DDP')[0]:.2f}" for each in names]
             yield [f"{what}, {where}", "2", *walls, f"{ours:.2f}; FSDP2 {theirs:.2f}; DDP {ddp:.2f}"]
-    for count, found in results["hosts"]["ranks"].items():
+    for count, found in results.get("hosts", {}).get("ranks", {}).items():
         walls = [f"{ratio(found, 'wall', each, 'DDP')[0]:.2f}" for each in ("zero_stage=3", "FSDP2")]
         sent = "; ".join(
             f"{name} {found[each]['sent']:.2f}".strip()
@@ -53,8 +53,12 @@ def _beside(results: Results) -> Iterator[list[str]]:
     host = results["host"][0]["counts"][8]
     own, other = (f"{1e6 * host[name]['seconds'][0]:.0f} µs" for name in ("fullshard", "torch FSDP2"))
     yield ["host's work for a group of 8 parameters in a step", own, other]
-    jobs = results["elastic"]
-    yield ["from a killed process to the next step, 4 processes, median", f"{middle(jobs['recoveries']):.2f} s", "-"]
+    if jobs := results.get("elastic"):
+        yield [
+            "from a killed process to the next step, 4 processes, median",
+            f"{middle(jobs['recoveries']):.2f} s",
+            "-",
+        ]
 
 
 def _over_raw(contenders: Any, name: str, what: str) -> str:
