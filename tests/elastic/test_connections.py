@@ -70,6 +70,7 @@ def test_the_network_may_break_a_connection_with_another_host(monkeypatch: pytes
     monkeypatch.setattr("fullshard.elastic.connections._BEAT", 0.1)
     first, second = End(0, 1.5), End(1)
     second.connect({0: first.address}, 10)
+    first.connect({1: second.address}, 10)
     first.host_of[1] = "another"
     break_connection(first, 1)
     began = time.monotonic()
@@ -109,6 +110,7 @@ def test_one_that_has_ended_was_trusted_if_it_had_no_time_to_suspect_this_one(
     monkeypatch.setattr("fullshard.elastic.connections._BEAT", 0.05)
     first, second = End(0, silence), End(1)
     second.connect({0: first.address}, 10)
+    first.connect({1: second.address}, 10)
     first.host_of[1], first.addresses[1], first.progress = "another", ("127.0.0.1", 1), (9.0 * hangs, 0.0)
     second.suspected.update([0][:suspects])
     time.sleep(0.5)
