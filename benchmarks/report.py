@@ -437,12 +437,12 @@ def _saves(found: Any) -> Iterator[str]:
     for model, contenders in found["models"].items():
         for name, values in contenders.items():
             if name != "bytes":
-                ratios = [_middle_ratio(values[what], contenders["raw"][what]) for what in values]
+                ratios = [middle_ratio(values[what], contenders["raw"][what]) for what in values]
                 rows.append([model, name, _milliseconds(values["save wall"], 0), *ratios])
     yield table(rows, ["", "", "save, ms", "save, wall", "save, CPU", "load, wall", "load, CPU"])
 
 
-def _middle_ratio(values: list[float], raw: list[float]) -> str:
+def middle_ratio(values: list[float], raw: list[float]) -> str:
     return f"{middle([one / other for one, other in zip(values, raw, strict=True)]):.2f}"
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from benchmarks.figures import exact, least, middle, ratio, sockets
+from benchmarks.figures import least, middle, ratio, sockets
 from benchmarks.goals import excess
-from benchmarks.report import Results, judged, table
+from benchmarks.report import Results, judged, middle_ratio, table
 
 _WORKS = {
     "communication W=2": "mostly moves parameters",
@@ -48,7 +47,9 @@ def _beside(results: Results) -> Iterator[list[str]]:
         own, other = (f"{excess(memory, name, phase):.1f} U" for name in ("fullshard", "torch FSDP2"))
         yield [f"memory in {phase} beyond what a rank keeps, one host", own, other]
     for way in ("save", "load"):
-        own, other = (_over_raw(saves, name, f"{way} wall") for name in ("fullshard", "DCP"))
+        own, other = (
+            middle_ratio(saves[name][f"{way} wall"], saves["raw"][f"{way} wall"]) for name in ("fullshard", "DCP")
+        )
         yield [f"{way} a checkpoint of 1 GiB / raw {'write' if way == 'save' else 'read'}", own, other]
     host = results["host"][0]["counts"][8]
     own, other = (f"{1e6 * host[name]['seconds'][0]:.0f} µs" for name in ("fullshard", "torch FSDP2"))
@@ -59,8 +60,3 @@ def _beside(results: Results) -> Iterator[list[str]]:
             f"{middle(jobs['recoveries']):.2f} s",
             "-",
         ]
-
-
-def _over_raw(contenders: Any, name: str, what: str) -> str:
-    ratios = [one / raw for one, raw in zip(contenders[name][what], contenders["raw"][what], strict=True)]
-    return f"{exact(middle(ratios))[0]:.2f}"
