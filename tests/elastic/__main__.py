@@ -191,10 +191,10 @@ def main() -> int:
     with ThreadPoolExecutor(options.at_once) as pool:
         for seed, job, result, wrong, took in pool.map(judge, range(first, first + count)):
             lost += bool(result.lost(job.shards * job.replicas))
-            if job.silence >= 30:
-                recoveries += result.recoveries()
-            if wrong or options.show or took > 20:
-                print(f"seed {seed}, {took:.1f} s: {job}\n  " + "\n  ".join(wrong or ["right"]), flush=True)
+            times = result.recoveries() if job.silence >= 30 else []
+            recoveries += times
+            if wrong or options.show or max(times, default=0.0) > 5:
+                print(f"seed {seed}, {took:.1f} s: {job}\n  " + "\n  ".join(wrong or [f"right: {times}"]), flush=True)
             if options.show:
                 print("\n".join(result.errors), *result.lost(), sep="\n")
             if wrong:

@@ -30,7 +30,9 @@ class End(Connections):
             lambda process, why: self.heard.put((process, why)),
         )
         self.ends: list[tuple[bool, bool]] = []
-        super().__init__(me, KEY, "127.0.0.1", *told, silence, 5.0, lambda: self.progress, lambda: "welcome")
+        self.welcomed = queue.SimpleQueue[set[int]]()
+        welcome = (lambda: "welcome", lambda: self.welcomed.put({*self.addresses}))
+        super().__init__(me, KEY, "127.0.0.1", *told, silence, 5.0, lambda: self.progress, *welcome)
 
     def hear_end(self, process: int, is_read: bool, has_trusted: bool) -> None:
         self.ends.append((is_read, has_trusted))
@@ -108,7 +110,7 @@ def test_one_that_has_ended_was_trusted_if_it_had_no_time_to_suspect_this_one(
     silence: float, suspects: int, hangs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fullshard.elastic.connections._BEAT", 0.05)
-    first, second = End(0, silence), End(1)
+    first, second = End(0), End(1, silence)
     second.connect({0: first.address}, 10)
     first.connect({1: second.address}, 10)
     first.host_of[1], first.addresses[1], first.progress = "another", ("127.0.0.1", 1), (9.0 * hangs, 0.0)
@@ -177,7 +179,7 @@ def test_a_program_that_ends_by_an_error_says_goodbye() -> None:
     first = End(0)
     program = f"""
 from fullshard.elastic.connections import Connections
-new = Connections(1, {KEY!r}, "127.0.0.1", *3 * [print], 60.0, 60.0, lambda: (0.0, 0.0), lambda: None)
+new = Connections(1, {KEY!r}, "127.0.0.1", *3 * [print], 60.0, 60.0, lambda: (0.0, 0.0), print, print)
 new.connect({{0: {first.address}}}, 10)
 new.send(0, "the last message")
 raise SystemExit(1)
@@ -199,11 +201,25 @@ def test_close_does_not_wait_for_one_that_has_ended() -> None:
 
 def test_a_new_process_is_told_what_it_needs_and_a_stranger_nothing() -> None:
     first = End(0)
-    assert ask(first.address, KEY, 10) == "welcome"
+    assert ask(first.address, KEY, 10)[0] == "welcome"
     with pytest.raises(AuthenticationError):
         Client(first.address, authkey=b"another")
-    assert ask(first.address, KEY, 10) == "welcome"
+    assert ask(first.address, KEY, 10)[0] == "welcome"
     first.close()
+
+
+def test_a_welcome_ends_once_the_new_process_has_connected_or_ended() -> None:
+    first, second = End(0), End(1)
+    _, welcomed = ask(first.address, KEY, 10)
+    with pytest.raises(queue.Empty):
+        first.welcomed.get(timeout=0.2)
+    second.connect({0: first.address}, 10)
+    welcomed.close()
+    assert first.welcomed.get(timeout=10) == {1}  # its address is known by then
+    ask(first.address, KEY, 10)[1].close()  # as one that is killed
+    assert first.welcomed.get(timeout=10) == {1}
+    first.close()
+    second.close()
 
 
 def test_processes_that_do_not_connect_are_named() -> None:
@@ -241,7 +257,7 @@ def test_one_that_computes_for_long_while_this_one_waits_hangs(monkeypatch: pyte
 def test_a_stranger_that_says_nothing_keeps_nobody_out() -> None:
     first = End(0)
     with socket.create_connection(first.address):
-        assert ask(first.address, KEY, 10) == "welcome"
+        assert ask(first.address, KEY, 10)[0] == "welcome"
     first.close()
 
 

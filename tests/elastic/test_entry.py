@@ -38,16 +38,15 @@ def test_a_second_process_finds_the_job_in_its_directory(founded: Job, tmp_path:
     second._connections.close()
 
 
-def test_a_new_process_comes_once_the_address_of_the_last_one_is_known(founded: Job) -> None:
-    founded._newcomer = 0.0
-    assert founded._welcome() is not None
-    founded._end_welcome()  # as an earlier one is a member now
+def test_a_new_process_comes_once_the_last_one_has_connected_or_ended(founded: Job, tmp_path: Path) -> None:
+    found = Entering(1, 0, tmp_path)._find_job()
+    assert found is not None
     assert founded._welcome() is None
-    founded._connections.addresses[1] = ("127.0.0.1", 1)
-    founded._end_welcome()
-    welcome = founded._welcome()
+    found[2].close()  # as one that is killed
+    welcome = Entering(1, 0, tmp_path)._find_job()
     assert welcome is not None
-    assert welcome.addresses[1] == ("127.0.0.1", 1)
+    assert welcome[0].number == found[0].number + 1  # no number is used twice
+    welcome[2].close()
     founded._connections.close()
 
 

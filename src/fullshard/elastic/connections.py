@@ -41,6 +41,8 @@ class Beat(NamedTuple):
     sent: float
     heard: float  # ``sent`` of the last beat that the sender got from the receiver
     has_suspected: bool  # whether the sender ever suspected the receiver
+    silence: float  # the limits of the sender
+    hang: float
 
 
 class Connections:
@@ -52,7 +54,7 @@ class Connections:
     for ``silence`` seconds, :data:`HANGS` if it hangs, or "" if neither is true any more. A process hangs if it
     computes for more than ``hang`` seconds while this process waits for as long. ``progress`` returns for how many
     seconds this process has computed without a wait, and waited. A new process that has no number yet gets what
-    ``welcome`` returns.
+    ``welcome`` returns; if that is not ``None``, ``on_welcomed`` is called once it has connected or ended.
 
     ``me`` is -1 while this process has no number. Processes that call it wait until :meth:`begin`, so no news is lost.
 
@@ -72,8 +74,10 @@ class Connections:
         hang: float,
         progress: Callable[[], tuple[float, float]],
         welcome: Callable[[], Any],
+        on_welcomed: Callable[[], None],
     ) -> None:
-        self.me, self.key, self._on_message, self._on_end, self._welcome = me, key, on_message, on_end, welcome
+        self.me, self.key, self._on_message, self._on_end = me, key, on_message, on_end
+        self._welcome, self._on_welcomed = welcome, on_welcomed
         self.addresses: dict[int, Address] = {}
         self.host_of: dict[int, str] = {}
         self._listener = Listener((host, 0), backlog=64)
@@ -82,7 +86,7 @@ class Connections:
         self._heard: dict[int, float] = {}  # when something came last
         self._beats: dict[int, Beat] = {}  # the last ones that came
         self.suspected: set[int] = set()  # processes that this one ever took for silent or hanging
-        self._has_hung = False  # this process: others may have suspected it
+        self._longest = 0.0  # for how long this process has computed at most: others may have suspected it
         self._of: dict[int, Connection] = {}
         self._outgoing: dict[int, queue.SimpleQueue[Any]] = {}
         self._writers: list[threading.Thread] = []
@@ -160,23 +164,30 @@ class Connections:
             if not self._is_open:  # the call was under way before the end
                 connection.close()
             elif said is None:
-                connection.send(self._welcome())
+                connection.send(welcome := self._welcome())
+                if welcome is not None:
+                    with suppress(EOFError, OSError):  # it ends the connection
+                        connection.recv()
+                    self._on_welcomed()
             elif said[0] not in self._of:
-                now = _now()
-                connection.send(host_id())
-                self._serve(said[0], said[1], said[2], connection, now)
+                self._serve(said[0], said[1], said[2], connection, _now(), host_id())
 
-    def _serve(self, process: int, address: Address, host: str, connection: Connection, greeted: float) -> None:
-        self._beats[process] = Beat(0.0, -math.inf, greeted, False)
+    def _serve(
+        self, process: int, address: Address, host: str, connection: Connection, greeted: float, *first: Any
+    ) -> None:
+        """Begins to read and to write, the ``first`` messages before all others."""
+        self._beats[process] = Beat(0.0, -math.inf, greeted, False, self._silence, self._hang)
         with _socket_of(connection) as found:
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._heard[process], self.addresses[process], self.host_of[process] = time.monotonic(), address, host
-        outgoing = self._outgoing[process] = queue.SimpleQueue()
+        outgoing = queue.SimpleQueue[Any]()
+        for message in first:
+            outgoing.put(message)
+        with self._changed:
+            self._outgoing[process], self._of[process] = outgoing, connection
+            self._changed.notify_all()
         self._start(self._read, "read", process, connection)
         self._writers.append(self._start(self._write, "write", connection, outgoing))
-        with self._changed:
-            self._of[process] = connection
-            self._changed.notify_all()
 
     def _read(self, process: int, connection: Connection) -> None:
         said_goodbye = is_read = False
@@ -208,7 +219,7 @@ class Connections:
         """Whether a process that has ended surely never suspected this one: it said so, and has ended before it could
         have missed the beats of this one for as long as silence takes."""
         beat = self._beats[process]
-        return not (beat.has_suspected or self._has_hung) and _now() < beat.heard + self._silence
+        return not beat.has_suspected and self._longest <= beat.hang and _now() < beat.heard + beat.silence
 
     def _seconds_until_refusal(self, address: Address) -> float | None:
         """For how long a process answers before its host says that no process is at an address: one that ends may be
@@ -231,9 +242,10 @@ class Connections:
         silent, last = dict[int, str](), time.monotonic()
         while self._is_open:
             computes, waits = self._progress()
-            self._has_hung |= computes > self._hang
+            self._longest = max(self._longest, computes)
             for process, outgoing in [*self._outgoing.items()]:
-                outgoing.put(Beat(computes, _now(), self._beats[process].sent, process in self.suspected))
+                heard, limits = self._beats[process].sent, (self._silence, self._hang)
+                outgoing.put(Beat(computes, _now(), heard, process in self.suspected, *limits))
             time.sleep(_BEAT)
             now = time.monotonic()
             if now - last > 3 * _BEAT:  # this process was stopped itself: what came meanwhile is not read yet
@@ -272,16 +284,16 @@ def _socket_of(connection: Connection) -> Iterator[socket.socket]:
         found.detach()
 
 
-def ask(address: Address, key: bytes, patience: float) -> Any:
-    """What a process tells one that has no number yet. Raises OSError or EOFError if it has ended, or does not answer
-    for ``patience`` seconds."""
-    answer = Future[Any]()
+def ask(address: Address, key: bytes, patience: float) -> tuple[Any, Connection]:
+    """What a process tells one that has no number yet, and the connection, to be closed once this one has connected.
+    Raises OSError or EOFError if the process has ended, or does not answer for ``patience`` seconds."""
+    answer = Future[tuple[Any, Connection]]()
 
     def call() -> None:
         try:
-            with Client(address, authkey=key) as connection:
-                connection.send(None)
-                answer.set_result(connection.recv())
+            connection = Client(address, authkey=key)
+            connection.send(None)
+            answer.set_result((connection.recv(), connection))
         except BaseException as error:
             answer.set_exception(error)
 
@@ -292,7 +304,7 @@ def ask(address: Address, key: bytes, patience: float) -> Any:
 def answers(address: Sequence[Any], key: bytes, patience: float) -> bool:
     """Whether a process still is at an address."""
     with suppress(OSError, EOFError):
-        ask((address[0], address[1]), key, patience)
+        ask((address[0], address[1]), key, patience)[1].close()
         return True
     return False
 

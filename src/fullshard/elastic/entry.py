@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ class Entering:
     def _open(self, key: bytes, address: str) -> Connections:
         hang = float(os.environ.get("FULLSHARD_HANG_TIMEOUT", "inf"))
         heard, limits = (self._receive, self._lose, self._suspect), (_SILENCE if hang == math.inf else hang, hang)
-        return Connections(self.rank, key, address, *heard, *limits, self._progress, self._welcome)
+        return Connections(self.rank, key, address, *heard, *limits, self._progress, self._welcome, self._end_welcome)
 
     def _publish(self) -> None:
         """Writes down where this member is, for processes that are to join."""
@@ -123,8 +124,8 @@ class Entering:
             said = json.dumps({"address": self._connections.address, "key": self._connections.key.hex()})
             write(self._directory / f"{self.rank}.json", said)
 
-    def _find_job(self) -> tuple[Welcome, bytes] | None:
-        """What the first member of a running job says, if there is one."""
+    def _find_job(self) -> tuple[Welcome, bytes, Connection] | None:
+        """What the first member of a running job says, the job's key, and the connection with that member."""
         if self._directory is None:
             return None
         while True:
@@ -134,8 +135,10 @@ class Entering:
                 try:
                     said = json.loads(file.read_text(encoding="utf-8"))
                     key = bytes.fromhex(said["key"])
-                    if (welcome := ask(tuple(said["address"]), key, _ANSWER)) is not None:
-                        return welcome, key
+                    welcome, connection = ask(tuple(said["address"]), key, _ANSWER)
+                    if welcome is not None:
+                        return welcome, key, connection
+                    connection.close()
                     answered = True
                 except (ConnectionError, FileNotFoundError, EOFError, ValueError):
                     gone.append(file)
@@ -164,11 +167,11 @@ class Entering:
             return Welcome(*mine, addresses, tuple(members))
 
     def _end_welcome(self) -> None:
-        """Lets the next new process come, once this process knows the address of the last one: the two must connect."""
-        if self._last_number in {self.rank, *self._connections.addresses}:
+        """Lets the next new process come: the last one has ended, or this process can tell where it is."""
+        with self._changed:
             self._newcomer = 0.0
 
-    def _join(self, welcome: Welcome, key: bytes) -> None:
+    def _join(self, welcome: Welcome, key: bytes, welcomed: Connection) -> None:
         """Becomes a process of a running job, which is no member yet."""
         if welcome.replicas != self.replicas:
             raise ValueError(f"replicas is {self.replicas}, but the running job has {welcome.replicas}")
@@ -180,6 +183,8 @@ class Entering:
         for process in self._connections.connect(welcome.addresses, _ANSWER):
             self._connections.suspected.add(process)
             self._agreement.suspect(process)  # it has ended meanwhile, or is stopped
+        welcomed.close()
+        self._newcomer = 0.0
 
     def _gone(self) -> set[int]:
         return self._agreement.lost | self._agreement.suspected

@@ -219,9 +219,7 @@ class Job(Entering):
             self._agreement.lose(process, is_read, has_trusted)
             if not is_done:
                 self._tell_change(f"process {process} {'leaves' if process in self._leaving else 'has ended'}")
-            if not was_member:
-                self._end_welcome()
-            elif not is_done:
+            if was_member and not is_done:
                 self._times.setdefault("noticed", time.monotonic())
             self._followers.discard(process)
             self._fetching.discard(process)
@@ -272,7 +270,6 @@ class Job(Entering):
             return
         self._number = membership.number
         if membership.joined:
-            self._end_welcome()
             self._drop_followers()
         if self.rank in membership.joined:
             self._first = membership.step
