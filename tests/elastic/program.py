@@ -94,11 +94,15 @@ def _train(plan: Mapping[str, Any]) -> None:
             tell(fault=fault)
             do(fault[2])
 
-    def begin_timers() -> None:
+    def start_timers() -> list[threading.Timer]:
+        timers = []
         for fault in [each for each in faults if each[1] == "time"]:
-            timer = threading.Timer(fault[0] / 1000, lambda fault=fault: (tell(fault=fault), do(fault[2])))
+            timers.append(
+                timer := threading.Timer(fault[0] / 1000, lambda fault=fault: (tell(fault=fault), do(fault[2])))
+            )
             timer.daemon = True
             timer.start()
+        return timers
 
     def inside(*_: Any) -> None:
         at(running[0], f"inside {running[1]}")
@@ -139,7 +143,7 @@ def _train(plan: Mapping[str, Any]) -> None:
         more = {"load": load if saved else None, "copy_every": plan.get("copy_every", 0), "local": local}
         elastic.begin(model, optimizer, micro_batches=micro_batches, state={"scheduler": scheduler}, **more)
         listen(schedule_of(model, "train"), lambda figures: tell(figures=figures))
-        begin_timers()
+        timers = start_timers()
         for step in elastic.steps(plan["steps"]):
             time.sleep(plan["pause"])
             with step:
@@ -179,6 +183,8 @@ def _train(plan: Mapping[str, Any]) -> None:
     digest = hashlib.sha256(data + str(scheduler.state_dict()["_last_lr"]).encode()).hexdigest()[:16]
     values = [each.tolist() for each in map(local_tensor, params)] if local is not None else []
     tell(ended=elastic.rank, shard=elastic.shard, step=elastic.step, digest=digest, values=values)
+    for timer in timers:  # after close(), signals do what they do in any program
+        timer.cancel()
     elastic.close()
 
 
