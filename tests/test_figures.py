@@ -9,7 +9,7 @@ from torch import nn
 
 import fullshard
 from fullshard import checkpoint
-from fullshard.figures import listen, listeners_of
+from fullshard.figures import listeners_for, listeners_of
 from fullshard.schedule.unit import schedule_of
 from tests.harness import World, ranks
 
@@ -19,10 +19,10 @@ def test_a_listener_is_told_of_each_save_until_it_has_enough(world: World, tmp_p
     model = fullshard.fully_shard(nn.Linear(4, 2))
     model(torch.ones(1, 4)).sum().backward()
     told: list[float] = []
-    stop = listen(schedule_of(model, "test"), lambda figures: told.append(figures["save_bytes"]))
+    listeners_for(schedule_of(model, "test")).append(lambda figures: told.append(figures["save_bytes"]))
     assert len(listeners_of(nn.Sequential(model))) == 1
     checkpoint.save(tmp_path, model, step=1)
-    stop()
+    listeners_for(schedule_of(model, "test")).clear()
     checkpoint.save(tmp_path, model, step=2)
     assert len(told) == 1
     assert told[0] >= 4 * (4 * 2 + 2)

@@ -16,11 +16,9 @@ Listener = Callable[[dict[str, float]], object]
 _listeners: weakref.WeakKeyDictionary[Schedule, list[Listener]] = weakref.WeakKeyDictionary()
 
 
-def listen(schedule: Schedule, listener: Listener) -> Callable[[], None]:
-    """Tell a listener, which must not hold the schedule, of what happens to its tree. Returns what ends that."""
-    listeners = _listeners.setdefault(schedule, [])
-    listeners.append(listener)
-    return lambda: listeners.remove(listener)
+def listeners_for(schedule: Schedule) -> list[Listener]:
+    """The list of those that are told what happens to a tree. They must not hold the schedule."""
+    return _listeners.setdefault(schedule, [])
 
 
 def listeners_of(model: nn.Module) -> list[Listener]:

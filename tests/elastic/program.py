@@ -30,7 +30,7 @@ from torch import nn
 
 from fullshard import FullyShardedDataParallel, checkpoint, fully_shard, platforms
 from fullshard.elastic import Elastic, ElasticError, LocalRounds
-from fullshard.figures import listen
+from fullshard.figures import listeners_for
 from fullshard.group.parameter import local_tensor
 from fullshard.schedule.unit import schedule_of
 from tests.hosts.hosts import INTERFACE
@@ -142,7 +142,7 @@ def _train(plan: Mapping[str, Any]) -> None:
 
         more = {"load": load if saved else None, "copy_every": plan.get("copy_every", 0), "local": local}
         elastic.begin(model, optimizer, micro_batches=micro_batches, state={"scheduler": scheduler}, **more)
-        listen(schedule_of(model, "train"), lambda figures: tell(figures=figures))
+        listeners_for(schedule_of(model, "train")).append(lambda figures: tell(figures=figures))
         timers = start_timers()
         for step in elastic.steps(plan["steps"]):
             time.sleep(plan["pause"])

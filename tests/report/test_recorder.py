@@ -7,6 +7,7 @@ import os
 import pytest
 
 from fullshard import WirePolicy
+from fullshard.figures import listeners_of
 from fullshard.report.recorder import Recorder
 from fullshard.schedule.unit import schedule_of
 from tests.fully_shard.cases import inputs
@@ -36,6 +37,25 @@ def test_spans_are_those_of_the_steps_that_were_asked_for(world: World) -> None:
     assert {span.group for span in trace.of("computation", 7)} >= {"blocks.0", "blocks.3"}
     assert [span.start for span in trace.spans] == sorted(span.start for span in trace.spans)
     assert trace.memory
+
+
+@ranks(1)
+def test_a_change_of_an_elastic_job_has_a_lane_with_its_parts_one_after_another(world: World) -> None:
+    model = sharded()
+    train = trained(model)
+    recorder = Recorder(schedule_of(model, "a test"), model, steps=2, first_step=0)
+    train(0)
+    for tell in listeners_of(model):
+        tell({"save_bytes": 1.0})
+        tell({"change_agreed_seconds": 0.1, "change_joined_seconds": 0.2, "change_trained_seconds": 0.3})
+    train(1)
+    spans = list(recorder.finish().of("change"))
+    assert [(span.what, span.length) for span in spans] == [
+        ("agree", 100_000_000),
+        ("form rows", 200_000_000),
+        ("train", 300_000_000),
+    ]
+    assert [span.end for span in spans[:2]] == [span.start for span in spans[1:]]
 
 
 @ranks(4)

@@ -23,7 +23,6 @@ from fullshard.buffer.sections import full_bytes
 from fullshard.comm.waits import Wait
 from fullshard.device import Mark
 from fullshard.disk.file import DiskFile
-from fullshard.figures import listen
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.step import Action
 from fullshard.platforms import open_flags
@@ -138,8 +137,6 @@ class Metrics(StepObserver):
 
     def __init__(self, schedule: Schedule, write: Callable[[int, dict[str, float]], None], first_step: int) -> None:
         super().__init__(schedule)
-        add = weakref.WeakMethod(self.add)  # the model must not live as long as the process
-        self._stop_listening = listen(schedule, lambda figures: (tell := add()) and tell(figures))
         self._added: deque[dict[str, float]] = deque()  # figures of what happened in this step
         self._write = write
         self.step = first_step
@@ -164,15 +161,13 @@ class Metrics(StepObserver):
         be called again."""
         if self.is_running:
             super().stop()
-            self._stop_listening()
             self.end_step()
             self.clock.end()
             self._flush()
             if figures := self._take_added():
                 self._write(self.step, figures)
 
-    def add(self, figures: dict[str, float]) -> None:
-        """Adds figures of what has just happened to the current step. Any thread may call it."""
+    def happened(self, figures: dict[str, float]) -> None:
         self._added.append(figures)
 
     def _figures_of_disk(self, step: _StepCounts) -> dict[str, float]:

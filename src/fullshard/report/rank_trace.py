@@ -13,17 +13,18 @@ All times are in nanoseconds of the clock of rank 0's host. One rank, one step::
     host          |+|      |+|                   |+|                                    starts and completes exchanges
     wait                   |-|                                   |--|                   for another rank, or its bytes
     disk        |-|                                                      |--|           waits for a disk
+    change      | agree |form rows|                 train                        |      of an elastic job
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
-Lane = Literal["pass", "computation", "gather", "reduce", "all-reduce", "network", "host", "wait", "disk"]
+Lane = Literal["pass", "computation", "gather", "reduce", "all-reduce", "network", "host", "wait", "disk", "change"]
 #: All lanes, in the order in which they are drawn.
-LANES: tuple[Lane, ...] = ("pass", "computation", "gather", "reduce", "all-reduce", "network", "host", "wait", "disk")
+LANES: tuple[Lane, ...] = get_args(Lane)
 
 #: Grows when older files cannot be read any more.
 _VERSION = 1
@@ -34,10 +35,11 @@ class Span(NamedTuple):
 
     Args:
         lane: its kind: a pass of a step, the computation of a unit, a communication, its messages between hosts whose
-            ranks share memory (``network``), the host's work for it, a wait for other ranks, or a wait for a disk.
+            ranks share memory (``network``), the host's work for it, a wait for other ranks, a wait for a disk, or
+            a part of a change of an elastic job.
         what: for passes and computation ``forward``, ``backward``, ``recomputation`` or ``optimizer``. For a
-            communication, its messages, and a wait for it, the lane of the communication. For any other wait a
-            description of what is waited for.
+            communication, its messages, and a wait for it, the lane of the communication. For a change ``agree``,
+            ``form rows`` or ``train``. For any other wait a description of what is waited for.
         group: the name of the group or unit; ``""`` if there is none.
         during: the pass in which it began; ``""`` between passes.
         step: the number of the training step, counted from the user's ``first_step``.

@@ -8,6 +8,7 @@ step, so that nothing waits for the device during a step.
 from __future__ import annotations
 
 import socket
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -39,6 +40,8 @@ from fullshard.torch_private import running_backward
 
 #: Schedules that are being recorded.
 RUNNING: weakref.WeakSet[Schedule] = weakref.WeakSet()
+#: The parts of a change of an elastic job, in their order, by the names of their seconds.
+_CHANGE = {"change_agreed_seconds": "agree", "change_joined_seconds": "form rows", "change_trained_seconds": "train"}
 
 
 class _Communication:
@@ -198,6 +201,14 @@ class Recorder(StepObserver):
 
     def waited_for_disk(self, begin: int, end: int) -> None:
         self.note(Span("disk", "disk", "", self.during, self.step, begin, end, self.count("disk", "")))
+
+    def happened(self, figures: dict[str, float]) -> None:
+        end = time.monotonic_ns()  # of the last part
+        for name, what in reversed(_CHANGE.items()):
+            begin = end - int(1e9 * figures.get(name, 0.0))
+            if name in figures:
+                self.note(Span("change", what, "", "", self.step, begin, end, self.count(what, "")))
+            end = begin
 
     # Passes and steps
 

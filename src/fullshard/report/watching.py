@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fullshard.comm.waits import WAITS, Wait
 from fullshard.device import Mark, Streams, is_host, streams_of
 from fullshard.disk.file import DiskWork
+from fullshard.figures import listeners_for
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.step import Action
 from fullshard.platforms import linux, peak_memory
@@ -131,6 +132,7 @@ class StepObserver:
         self._listen(schedule.log.listeners, self.logged)
         weakref.finalize(self, _stop_listening, self._in_process)
         self._listen_weakly(DiskWork.listeners, self.waited_for_disk)
+        self._listen_weakly(listeners_for(schedule), self.happened)
         if self.clock.streams is None:
             self._listen_weakly(WAITS.listeners, self.waited)
 
@@ -163,6 +165,9 @@ class StepObserver:
 
     def waited_for_disk(self, begin: int, end: int) -> None:
         """Called after each wait for values that are read from a disk or written to it. Times are in nanoseconds."""
+
+    def happened(self, figures: dict[str, float]) -> None:
+        """Called, in any thread, with figures of a save or a change of an elastic job that has ended."""
 
     def before_step(self) -> None:
         """Called before the step of an optimizer that has parameters of the schedule."""
