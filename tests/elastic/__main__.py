@@ -151,7 +151,8 @@ def complaints(job: Job, result: Result) -> list[str]:
             found.append(f"process {rank} ended with {status}: {error}")
     if cut.part_of:
         return found + complaints_of_cut(job, result, cut)
-    if gave_up and any(each["step"] == job.steps for each in result.ends()):
+    # Without a launcher, those that are started later may begin the job again.
+    if gave_up and any(each.get("step") == job.steps for one in result.said[:size] for each in one if "ended" in each):
         found.append(f"some processes ended, others gave up: {gave_up}")
     hit = [any("fault" in each and each["fault"][2].startswith("SIG") for each in one) for one in result.said[:size]]
     shards = result.shards()[:size]

@@ -31,7 +31,7 @@ class End(Connections):
         )
         self.ends: list[tuple[bool, bool]] = []
         self.welcomed = queue.SimpleQueue[set[int]]()
-        welcome = (lambda: "welcome", lambda: self.welcomed.put({*self.addresses}))
+        welcome = (lambda: "welcome", lambda _: self.welcomed.put({*self.addresses}))
         super().__init__(me, KEY, "127.0.0.1", *told, silence, 5.0, lambda: self.progress, *welcome)
 
     def hear_end(self, process: int, is_read: bool, has_trusted: bool) -> None:
@@ -223,7 +223,9 @@ def test_a_welcome_ends_once_the_new_process_has_connected_or_ended() -> None:
 
 
 def test_processes_that_do_not_connect_are_named() -> None:
-    second = End(1)
+    second, began = End(1), time.monotonic()
+    assert second.connect({0: ("127.0.0.1", 1), 1: second.address}, 10) == {0}
+    assert time.monotonic() - began < 5  # its host says at once that nobody is there
     assert second.connect({0: ("127.0.0.1", 1), 1: second.address, 2: ("127.0.0.1", 1)}, 0.2) == {0, 2}
     second.close()
 

@@ -50,6 +50,30 @@ def test_a_new_process_comes_once_the_last_one_has_connected_or_ended(founded: J
     founded._connections.close()
 
 
+def test_new_processes_that_come_at_once_get_different_shards(founded: Job) -> None:
+    founded.shards = 2  # of which this process has the first
+    shards = list[int]()
+    for number in (1, 2, 3):
+        founded._newcomer = 0.0
+        welcome = founded._welcome()
+        assert welcome is not None
+        assert (welcome.number, welcome.sources) == (number, (0,))
+        shards.append(welcome.shard)
+        founded._connections.addresses[number] = ("127.0.0.1", 1)
+        founded._end_welcome(welcome)
+    assert shards == [1, 0, 1]
+    founded._agreement.lost.add(1)
+    founded._newcomer = 0.0
+    welcome = founded._welcome()
+    assert welcome is not None
+    assert welcome.shard == 1
+    founded._end_welcome(welcome)  # it has ended before it connected
+    again = founded._welcome()
+    assert again is not None
+    assert (again.number, again.shard) == (5, 1)
+    founded._connections.close()
+
+
 def test_files_of_a_job_that_has_ended_are_no_job(founded: Job, tmp_path: Path) -> None:
     founded._connections.close()
     third = Job(1, 0, tmp_path)

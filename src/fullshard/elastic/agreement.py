@@ -148,6 +148,7 @@ class Agreement:
         followers: those of them to which a member sends the gradients of each step.
         chosen: the replicas that take part in a step, if they are chosen.
         copies: of states, by the step and the shard. None may be dropped while this process is frozen.
+        lacks_state: whether this new process waits for a state, so that it cannot become a member.
         goes_back: whether this process has yet to load its copy of ``step``.
         is_done: whether a process has made as many steps as this one is to make, and left: they all count.
         outbox: messages to send, each with its receiver, in this order.
@@ -167,7 +168,7 @@ class Agreement:
         self.followers: set[int] = set()
         self.chosen: dict[int, tuple[Any, ...]] = {}
         self.copies: dict[tuple[int, int], Any] = {}
-        self.goes_back = self.is_done = False
+        self.lacks_state = self.goes_back = self.is_done = False
         self.outbox: list[tuple[int, Message]] = []
         self._is_complete = False  # whether all gradients of this step are there
         self._said: dict[int, set[int]] = {}  # which members are complete, by the step
@@ -298,7 +299,8 @@ class Agreement:
         self._promise(sender, message, None)
 
     def _promise(self, sender: int, message: Prepare, accepted: tuple[Ballot, Membership] | None) -> None:
-        state = self.step, self._is_complete, self._read, frozenset(self.copies)
+        step = -2 if self.lacks_state else self.step  # two steps behind, at least
+        state = step, self._is_complete, self._read, frozenset(self.copies)
         self._answer(sender, Promise(message.number, message.ballot, accepted, *state))
 
     def _note_promise(self, sender: int, message: Promise) -> None:

@@ -54,7 +54,7 @@ class Connections:
     for ``silence`` seconds, :data:`HANGS` if it hangs, or "" if neither is true any more. A process hangs if it
     computes for more than ``hang`` seconds while this process waits for as long. ``progress`` returns for how many
     seconds this process has computed without a wait, and waited. A new process that has no number yet gets what
-    ``welcome`` returns; if that is not ``None``, ``on_welcomed`` is called once it has connected or ended.
+    ``welcome`` returns; if that is not ``None``, ``on_welcomed`` is called with it once it has connected or ended.
 
     ``me`` is -1 while this process has no number. Processes that call it wait until :meth:`begin`, so no news is lost.
 
@@ -74,7 +74,7 @@ class Connections:
         hang: float,
         progress: Callable[[], tuple[float, float]],
         welcome: Callable[[], Any],
-        on_welcomed: Callable[[], None],
+        on_welcomed: Callable[[Any], None],
     ) -> None:
         self.me, self.key, self._on_message, self._on_end = me, key, on_message, on_end
         self._welcome, self._on_welcomed = welcome, on_welcomed
@@ -88,6 +88,7 @@ class Connections:
         self.suspected: set[int] = set()  # processes that this one ever took for silent or hanging
         self._longest = 0.0  # for how long this process has computed at most: others may have suspected it
         self._of: dict[int, Connection] = {}
+        self._unreached: set[int] = set()  # processes that this one called in vain
         self._outgoing: dict[int, queue.SimpleQueue[Any]] = {}
         self._writers: list[threading.Thread] = []
         self._changed, self._is_open = threading.Condition(), True
@@ -115,14 +116,18 @@ class Connections:
                 self._start(self._call, "call", process, address)
         with self._changed:
             others = {*addresses} - {self.me}
-            self._changed.wait_for(lambda: others <= self._of.keys(), patience)
+            self._changed.wait_for(lambda: others <= self._of.keys() | self._unreached, patience)
             return others - self._of.keys()
 
     def _call(self, process: int, address: Address) -> None:
-        with suppress(OSError, EOFError):  # it has ended
+        try:
             connection, now = Client(address, authkey=self.key), _now()
             connection.send((self.me, self.address, host_id()))
             self._serve(process, address, connection.recv(), connection, now)
+        except (OSError, EOFError):  # it has ended
+            with self._changed:
+                self._unreached.add(process)
+                self._changed.notify_all()
 
     def owns(self, ends: tuple[str, str]) -> bool:
         """Whether a socket with these two ends is one of the connections."""
@@ -168,7 +173,7 @@ class Connections:
                 if welcome is not None:
                     with suppress(EOFError, OSError):  # it ends the connection
                         connection.recv()
-                    self._on_welcomed()
+                    self._on_welcomed(welcome)
             elif said[0] not in self._of:
                 self._serve(said[0], said[1], said[2], connection, _now(), host_id())
 
@@ -185,9 +190,9 @@ class Connections:
             outgoing.put(message)
         with self._changed:
             self._outgoing[process], self._of[process] = outgoing, connection
+            self._start(self._read, "read", process, connection)
+            self._writers.append(self._start(self._write, "write", connection, outgoing))
             self._changed.notify_all()
-        self._start(self._read, "read", process, connection)
-        self._writers.append(self._start(self._write, "write", connection, outgoing))
 
     def _read(self, process: int, connection: Connection) -> None:
         said_goodbye = is_read = False

@@ -49,6 +49,7 @@ class Entering:
         self._number = 0  # of the membership that this process has acted on
         self._last_number = 0  # the highest number that a process has had
         self._newcomer = math.inf  # when the last new process came; infinite before the job begins
+        self._coming: dict[int, int] = {}  # new processes, and their shards
         self._sources: tuple[int, ...] = ()  # members that may have the state of a new process's shard
 
     def _enter(self, processes: int | None) -> None:
@@ -157,8 +158,10 @@ class Entering:
             if now < self._newcomer + PATIENCE or agreement.is_frozen or not self._is_first:
                 return None
             self._newcomer, self._last_number = now, max(self._last_number, *self._connections.addresses, 0) + 1
-            shard_of = {each: shard for each, shard in agreement.members.items() if each not in agreement.lost}
-            shard, members = shard_for(shard_of, self.shards), [*shard_of]
+            everyone = {**self._coming, **agreement.members}
+            shard_of = {each: shard for each, shard in everyone.items() if each not in agreement.lost}
+            shard, members = shard_for(shard_of, self.shards), [each for each in shard_of if each in agreement.members]
+            self._coming[self._last_number] = shard
             in_rows = {process for row in agreement.membership.rows for process in row}
             members.sort(key=lambda process: (shard_of[process] != shard, process in in_rows))
             known = {**self._connections.addresses, self.rank: self._connections.address}
@@ -166,10 +169,12 @@ class Entering:
             mine = self._last_number, shard, self.size, self.replicas, self.seed
             return Welcome(*mine, addresses, tuple(members))
 
-    def _end_welcome(self) -> None:
+    def _end_welcome(self, welcome: Welcome) -> None:
         """Lets the next new process come: the last one has ended, or this process can tell where it is."""
         with self._changed:
             self._newcomer = 0.0
+            if welcome.number not in self._connections.addresses:
+                del self._coming[welcome.number]
 
     def _join(self, welcome: Welcome, key: bytes, welcomed: Connection) -> None:
         """Becomes a process of a running job, which is no member yet."""

@@ -194,7 +194,7 @@ class Job(Entering):
                 self._agreement.is_done = self._made >= self._target
             elif isinstance(message, Fetch):
                 self._last_number = max(self._last_number, message.process)
-                self._wanted[message.process] = message.shard
+                self._wanted[message.process] = self._coming[message.process] = message.shard
                 self._serve_copies()
             elif isinstance(message, ShardState):
                 self._source = sender
@@ -204,6 +204,7 @@ class Job(Entering):
                 self._squares.update({(message.step, each.shard): each for each in message.squares})
             elif isinstance(message, Candidate):
                 self._last_number, followers = max(self._last_number, sender), self._agreement.followers
+                self._coming[sender] = message.shard
                 if sender not in self._agreement.members and message.back >= back:
                     self._agreement.candidates[sender] = message.shard
                     (followers.add if message.follows else followers.discard)(sender)

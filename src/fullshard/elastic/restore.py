@@ -99,7 +99,9 @@ class Restoring(Regrouping):
         def ends() -> bool:
             return bool(self._states) or self._source in self._gone() or not self.is_joining
 
+        before = self._source
         with self._changed:
+            self._agreement.lacks_state = True
             while not self._states:
                 left = [each for each in self._sources if each not in self._gone()]
                 if not left:
@@ -108,6 +110,7 @@ class Restoring(Regrouping):
                 self._connections.send(self._source, Fetch(self.rank, self.shard))
                 self.wait_for(ends, "the state of its shard")
                 if not self.is_joining:
+                    self._source = before  # which may not have sent all that this process needs
                     return
             state = self._states.pop()
             self._states.clear()
@@ -116,6 +119,7 @@ class Restoring(Regrouping):
         self._load(state.step, state.data)
         with self._changed:
             self._back, self._has_copy = state.back, state.is_lost
+            self._agreement.lacks_state = False
             if self._copy_every:
                 self._agreement.copies[state.step, self.shard] = state.data
             if self.is_joining:
