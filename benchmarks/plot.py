@@ -73,7 +73,8 @@ def draw_decision(results: Results, file: Path) -> None:
     for number, name in enumerate(("torch FSDP2", "fullshard")):
         look, places = _of(name, _LOOKS, Look(WHITE)), [at + 0.4 * number - 0.2 for at in range(len(found))]
         bars = times.bar(places, [each[name] for each in found.values()], 0.38, label=name, **look.bar)
-        times.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
+        for label in times.bar_label(bars, fmt="%.2f", fontsize=8, padding=2):
+            label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     times.axhline(1, color=BLACK, linestyle=":", linewidth=1)
     times.text(len(found) - 0.45, 1.03, "DDP", ha="right", fontsize=8)
     times.set_xticks(range(len(found)), list(found), fontsize=8)

@@ -44,7 +44,7 @@ def _steps(results: Results) -> Iterator[list[str]]:
 def _beside(results: Results) -> Iterator[list[str]]:
     memory, saves = results["memory"], results["saves"]["models"]["1 GiB"]
     for phase in ("forward", "backward"):
-        own, other = (f"{excess(memory, name, phase):.1f} U" for name in ("fullshard", "torch FSDP2"))
+        own, other = (f"{round(excess(memory, name, phase), 1) + 0.0} U" for name in ("fullshard", "torch FSDP2"))
         yield [f"memory in {phase} beyond what a rank keeps, one host", own, other]
     for way in ("save", "load"):
         own, other = (
@@ -56,7 +56,7 @@ def _beside(results: Results) -> Iterator[list[str]]:
     yield ["host's work for a group of 8 parameters in a step", own, other]
     if jobs := results.get("elastic"):
         yield [
-            "from a killed process to the next step, 4 processes, median",
-            f"{middle(jobs['recoveries']):.2f} s",
+            "from a kill to the next step of 4 processes, beyond a usual step: middle, longest",
+            f"{middle(jobs['recoveries']):.2f} s, {max(jobs['recoveries']):.2f} s",
             "-",
         ]
