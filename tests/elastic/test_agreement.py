@@ -262,8 +262,8 @@ def test_nobody_goes_back_for_a_shard_whose_processes_have_made_all_steps() -> N
         )
 
 
-@pytest.mark.parametrize("follows", [False, True])
-def test_a_candidate_that_lacks_a_step_joins_only_if_it_is_sent_the_gradients(follows: bool) -> None:
+@pytest.mark.parametrize(("follows", "lacks_state"), [(False, False), (True, False), (True, True)])
+def test_a_candidate_that_lacks_a_step_joins_only_if_it_is_sent_the_gradients(follows: bool, lacks_state: bool) -> None:
     alone = Agreement(0, 1, 2, Membership(0, 0, ((0, 0),), ((0,),)))
     alone.complete()
     assert alone.step == 1
@@ -271,5 +271,9 @@ def test_a_candidate_that_lacks_a_step_joins_only_if_it_is_sent_the_gradients(fo
     if follows:
         alone.followers.add(1)
     alone.consider()
-    alone.receive(1, Promise(0, (1, 0), None, 0, False, frozenset()))  # it has made no step
-    assert (alone.membership.number, alone.membership.joined) == (1, (1,) if follows else ())
+    new = Agreement(1, 1, 2)  # it has made no step
+    new.lacks_state = lacks_state  # because the process that sent the gradients has ended
+    new.receive(0, Prepare(0, (1, 0)))
+    ((_, promise),) = new.outbox
+    alone.receive(1, promise)
+    assert (alone.membership.number, alone.membership.joined) == (1, (1,) if follows and not lacks_state else ())

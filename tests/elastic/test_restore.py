@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fullshard.elastic.agreement import Agreement
+from fullshard.elastic.entry import ElasticError
 from fullshard.elastic.messages import Followed, ShardState
 from fullshard.elastic.restore import Restoring
 from tests.elastic.__main__ import complaints, undisturbed
@@ -104,8 +105,13 @@ def test_a_new_process_that_becomes_a_member_while_it_asks_for_a_state_keeps_its
 
     monkeypatch.setattr(job, "wait_for", becomes_member)
     monkeypatch.setattr(job, "_load", lambda *_: pytest.fail("it has a state"))
+    job._source = 5
     job._fetch()
     assert [*job._followed] == [2]
+    job._agreement.lost.add(5)
+    job.step, job._first = 1, 2
+    with pytest.raises(ElasticError, match="process 5 has ended before process 0 had its state: start again"):
+        job._must_fetch()  # it lacks the gradients of step 1
     job._connections.close()
 
 
