@@ -1,4 +1,4 @@
-"""Each ratio that README quotes is that of the results from which the tables of the documentation are made."""
+"""Each figure that README and the page of elastic jobs quote is that of the results behind the tables."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def faster(work: str, *others: str) -> tuple[str, ...]:
     )
 
 
-BOTH = "torch FSDP2", "DDP"
-#: What README says, with a group for each figure, and the figures.
+BOTH, JOBS = ("torch FSDP2", "DDP"), RESULTS["elastic"]
+#: What a page says, with a group for each figure, and the figures.
 CLAIMS: dict[str, Callable[[], tuple[Any, ...]]] = {
     r"\| mostly moves parameters \| ([\d.]+) times faster \| ([\d.]+) times faster \|": lambda: faster(
         COMMUNICATION, *BOTH
@@ -38,17 +38,31 @@ CLAIMS: dict[str, Callable[[], tuple[Any, ...]]] = {
         f"{wall(COMMUNICATION, 'fullshard, p2p', 'DDP'):.2f}",
     ),
 }
+CLAIMS_OF_JOBS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    r"a step took ([\d.]+) to ([\d.]+) times as long as an HSDP step": lambda: (
+        f"{min(JOBS['steady']):.2f}",
+        f"{max(JOBS['steady']):.2f}",
+    ),
+    r"loaded (\d+) MiB, a step took ([\d.]+) times as long as usual": lambda: (
+        f"{JOBS['joining MiB']:.0f}",
+        f"{JOBS['joining']:.2f}",
+    ),
+    r"After each of (\d+) kills, the next step ended at most ([\d.]+) s later than usual": lambda: (
+        f"{len(JOBS['recoveries'])}",
+        f"{max(JOBS['recoveries']):.2f}",
+    ),
+}
 
 
-def text() -> str:
-    return " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+def text(page: str = "README.md") -> str:
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
 
 
-@pytest.mark.parametrize("claim", CLAIMS)
-def test_a_ratio_is_that_of_the_results(claim: str) -> None:
-    found = re.search(claim, text())
+@pytest.mark.parametrize("claim", [*CLAIMS, *CLAIMS_OF_JOBS])
+def test_a_figure_is_that_of_the_results(claim: str) -> None:
+    found = re.search(claim, text("README.md" if claim in CLAIMS else "docs/how-to/survive.md"))
     assert found is not None
-    assert found.groups() == CLAIMS[claim]()
+    assert found.groups() == (CLAIMS | CLAIMS_OF_JOBS)[claim]()
 
 
 def test_a_realistic_step_is_as_fast_as_one_of_ddp() -> None:
