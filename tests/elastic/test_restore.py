@@ -108,6 +108,8 @@ def test_a_new_process_that_becomes_a_member_while_it_asks_for_a_state_keeps_its
     job._source = 5
     job._fetch()
     assert [*job._followed] == [2]
+    assert not job._agreement.lacks_state
+    job._receive(0, ShardState(7, b"", back=0))  # it was under way
     job._agreement.lost.add(5)
     job.step, job._first = 1, 2
     with pytest.raises(ElasticError, match="process 5 has ended before process 0 had its state: start again"):

@@ -299,7 +299,7 @@ class Agreement:
         self._promise(sender, message, None)
 
     def _promise(self, sender: int, message: Prepare, accepted: tuple[Ballot, Membership] | None) -> None:
-        step = -2 if self.lacks_state else self.step  # two steps behind, at least
+        step = -2 if self.lacks_state and self.state is Stage.OUT else self.step  # two steps behind, at least
         state = step, self._is_complete, self._read, frozenset(self.copies)
         self._answer(sender, Promise(message.number, message.ballot, accepted, *state))
 

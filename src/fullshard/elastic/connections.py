@@ -31,6 +31,7 @@ Address = tuple[str, int]
 SILENT, HANGS = "is silent: it is stopped, or the network is cut", "hangs: it computes, and others wait for it"
 _END, _GOODBYE = object(), None
 _BEAT = 1.0  # seconds between two messages that say that a process is alive
+_CONNECTS = 30.0  # seconds in which a new process connects
 _REFUSES = 3.0  # seconds in which the host of a process that has ended refuses another connection
 
 
@@ -54,7 +55,8 @@ class Connections:
     for ``silence`` seconds, :data:`HANGS` if it hangs, or "" if neither is true any more. A process hangs if it
     computes for more than ``hang`` seconds while this process waits for as long. ``progress`` returns for how many
     seconds this process has computed without a wait, and waited. A new process that has no number yet gets what
-    ``welcome`` returns; if that is not ``None``, ``on_welcomed`` is called with it once it has connected or ended.
+    ``welcome`` returns; if that is not ``None``, ``on_welcomed`` is called with it once it has connected, has ended, or
+    has taken too long.
 
     ``me`` is -1 while this process has no number. Processes that call it wait until :meth:`begin`, so no news is lost.
 
@@ -169,10 +171,11 @@ class Connections:
             if not self._is_open:  # the call was under way before the end
                 connection.close()
             elif said is None:
-                connection.send(welcome := self._welcome())
+                welcome = self._welcome()
+                with suppress(EOFError, OSError):
+                    connection.send(welcome)
+                    connection.poll(_CONNECTS if welcome is not None else 0.0)  # until it ends the connection
                 if welcome is not None:
-                    with suppress(EOFError, OSError):  # it ends the connection
-                        connection.recv()
                     self._on_welcomed(welcome)
             elif said[0] not in self._of:
                 self._serve(said[0], said[1], said[2], connection, _now(), host_id())

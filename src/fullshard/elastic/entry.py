@@ -159,8 +159,9 @@ class Entering:
                 return None
             self._newcomer, self._last_number = now, max(self._last_number, *self._connections.addresses, 0) + 1
             everyone = {**self._coming, **agreement.members}
-            shard_of = {each: shard for each, shard in everyone.items() if each not in agreement.lost}
-            shard, members = shard_for(shard_of, self.shards), [each for each in shard_of if each in agreement.members]
+            shard = shard_for({each: has for each, has in everyone.items() if each not in self._gone()}, self.shards)
+            shard_of = {each: has for each, has in agreement.members.items() if each not in agreement.lost}
+            members = [*shard_of]
             self._coming[self._last_number] = shard
             in_rows = {process for row in agreement.membership.rows for process in row}
             members.sort(key=lambda process: (shard_of[process] != shard, process in in_rows))
@@ -172,9 +173,10 @@ class Entering:
     def _end_welcome(self, welcome: Welcome) -> None:
         """Lets the next new process come: the last one has ended, or this process can tell where it is."""
         with self._changed:
-            self._newcomer = 0.0
+            if welcome.number == self._last_number:
+                self._newcomer = 0.0
             if welcome.number not in self._connections.addresses:
-                del self._coming[welcome.number]
+                self._coming.pop(welcome.number, None)
 
     def _join(self, welcome: Welcome, key: bytes, welcomed: Connection) -> None:
         """Becomes a process of a running job, which is no member yet."""

@@ -197,15 +197,16 @@ class Job(Entering):
                 self._wanted[message.process] = self._coming[message.process] = message.shard
                 self._serve_copies()
             elif isinstance(message, ShardState):
-                self._source = sender
-                self._states.append(message)
+                if self.is_joining:
+                    self._source = sender
+                    self._states.append(message)
             elif isinstance(message, Followed) and message.back >= self._back:
                 self._followed[message.step] = message
                 self._squares.update({(message.step, each.shard): each for each in message.squares})
             elif isinstance(message, Candidate):
                 self._last_number, followers = max(self._last_number, sender), self._agreement.followers
-                self._coming[sender] = message.shard
                 if sender not in self._agreement.members and message.back >= back:
+                    self._coming[sender] = message.shard
                     self._agreement.candidates[sender] = message.shard
                     (followers.add if message.follows else followers.discard)(sender)
                     self._agreement.consider()
@@ -270,6 +271,7 @@ class Job(Entering):
         if self._number == membership.number:
             return
         self._number = membership.number
+        self._coming = {each: shard for each, shard in self._coming.items() if each not in membership.shard_of}
         if membership.joined:
             self._drop_followers()
         if self.rank in membership.joined:
@@ -372,7 +374,8 @@ class Job(Entering):
                     f"process {self.rank}, which waited {PATIENCE:.0f} s for {what}. The others may have gone on "
                     f"without it. If none of them runs, start all again from the last checkpoint"
                 )
-            if not self._changed.wait(0.5) and self._has_copy:  # members may have been busy with another change
+            # Members may have been busy with another change.
+            if not self._changed.wait(0.5) and self._has_copy and not agreement.lacks_state:
                 self._ask_to_be_member()
 
     def _find_row(self) -> Row:

@@ -94,14 +94,14 @@ class Restoring(Regrouping):
 
     def _fetch(self) -> None:
         """Gets the state of this process's shard from a member that has it, or a copy if there is none. Keeps its own
-        if it becomes a member meanwhile: others wait for it, and send no state."""
+        if it becomes a member meanwhile: others wait for it."""
 
         def ends() -> bool:
             return bool(self._states) or self._source in self._gone() or not self.is_joining
 
         before = self._source
         with self._changed:
-            self._agreement.lacks_state = True
+            self._agreement.lacks_state = bool(self._states) or not self._has_copy
             while not self._states:
                 left = [each for each in self._sources if each not in self._gone()]
                 if not left:
@@ -111,6 +111,8 @@ class Restoring(Regrouping):
                 self.wait_for(ends, "the state of its shard")
                 if not self.is_joining:
                     self._source = before  # which may not have sent all that this process needs
+                    self._states.clear()
+                    self._agreement.lacks_state = False
                     return
             state = self._states.pop()
             self._states.clear()
