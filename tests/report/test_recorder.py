@@ -56,6 +56,7 @@ def test_a_change_of_an_elastic_job_has_a_lane_with_its_parts_one_after_another(
         ("train", 300_000_000),
     ]
     assert [span.end for span in spans[:2]] == [span.start for span in spans[1:]]
+    assert {span.step for span in spans} == {0}  # although that step has ended
 
 
 @ranks(4)

@@ -102,6 +102,7 @@ class Recorder(StepObserver):
         self._spans: list[Span] = []
         self._memory_samples: list[tuple[Point, int]] = []
         self.step, self.during = first_step, ""
+        self._step_of_pass = first_step  # the step of the last pass
         self._begun: Point = None  # start of the running pass
         self._begun_to_step: Point = None  # start of the running optimizer step
         self._counts: Counter[tuple[int, str, str]] = Counter()
@@ -207,7 +208,7 @@ class Recorder(StepObserver):
         for name, what in reversed(_CHANGE.items()):
             begin = end - int(1e9 * figures.get(name, 0.0))
             if name in figures:
-                self.note(Span("change", what, "", "", self.step, begin, end, self.count(what, "")))
+                self.note(Span("change", what, "", "", self._step_of_pass, begin, end, self.count(what, "")))
             end = begin
 
     # Passes and steps
@@ -229,6 +230,7 @@ class Recorder(StepObserver):
 
     def _end(self, what: str, begun: Point) -> None:
         now = self.clock.now()
+        self._step_of_pass = self.step
         self.note(Span("pass", what, "", self.during, self.step, begun, now, self.count("pass", what)))
         self._sample_memory(now)
         if self.during == what:
