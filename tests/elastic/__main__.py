@@ -152,7 +152,7 @@ def complaints(job: Job, result: Result) -> list[str]:
     if cut.part_of:
         return found + complaints_of_cut(job, result, cut)
     # Without a launcher, those that are started later may begin the job again.
-    if gave_up and any(each.get("step") == job.steps for one in result.said[:size] for each in one if "ended" in each):
+    if gave_up and any(each["step"] == job.steps for each in result.ends(size)):
         found.append(f"some processes ended, others gave up: {gave_up}")
     hit = [any("fault" in each and each["fault"][2].startswith("SIG") for each in one) for one in result.said[:size]]
     shards = result.shards()[:size]

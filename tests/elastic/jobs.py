@@ -81,8 +81,9 @@ class Result:
     said: list[list[dict[str, Any]]]
     errors: list[str]
 
-    def ends(self) -> list[dict[str, Any]]:
-        return [each for one in self.said for each in one if "ended" in each]
+    def ends(self, most: int | None = None) -> list[dict[str, Any]]:
+        """What processes said at their end, of the first ``most``."""
+        return [each for one in self.said[:most] for each in one if "ended" in each]
 
     def digests(self, step: int) -> dict[int, set[str]]:
         """The digests of each shard, on the processes that have made all steps."""
