@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +29,7 @@ from tests.simulated.operations import tensors_in
 
 #: The host itself, and the stream in which the model computes.
 HOST, COMPUTE = 0, 1
+_LOOK_AGAIN = timedelta(seconds=1)
 
 
 class Model(Protocol):
@@ -146,6 +149,23 @@ class SimulatedStreams(fullshard.device.Streams):
             self.model.wait(HOST, self.model.record(stream.stream_id))
 
 
+class _Running:
+    """A collective that the device runs. If its process group is aborted, it ends with whatever its output is then, as
+    one of NCCL does; gloo would wait on."""
+
+    def __init__(self, work: dist.Work, is_aborted: Callable[[], bool]) -> None:
+        self._work, self._is_aborted = work, is_aborted
+
+    def wait(self) -> None:
+        while not self._is_aborted():
+            try:
+                self._work.wait(_LOOK_AGAIN)
+                return
+            except RuntimeError:
+                if self._work.is_completed():
+                    raise
+
+
 class _Operations(TorchDispatchMode):
     """Gives every operation of torch to the stream that is current."""
 
@@ -167,6 +187,7 @@ def simulate(model: Model) -> Iterator[SimulatedStreams]:
     streams = SimulatedStreams(model)
     swap: Callable[..., None] = torch_private.swap_memory
     resizes = torch.UntypedStorage.resize_
+    aborted: list[dist.ProcessGroup] = []
 
     def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
         model.swapped(one, other)
@@ -179,7 +200,11 @@ def simulate(model: Model) -> Iterator[SimulatedStreams]:
 
     def over(make: Callable[..., tuple[Collective, Collectives]]) -> Callable[..., tuple[Collective, Collectives]]:
         def made(group: Any, *options: Any) -> tuple[Collective, Collectives]:
-            call, _ = make(group, *options)
+            asked, _ = make(group, *options)
+
+            def call(output: torch.Tensor, source: torch.Tensor) -> Any:
+                work = asked(output, source)
+                return work and _Running(work, lambda: any(each is group for each in aborted))
 
             def one(output: torch.Tensor, source: torch.Tensor) -> Any:
                 return model.collective(streams.entered[-1].stream_id, group, call, output, source)
@@ -203,6 +228,7 @@ def simulate(model: Model) -> Iterator[SimulatedStreams]:
             (collective, "all_gather_over", over(torch_private.all_gather_over)),
             (collective, "reduce_scatter_over", over(torch_private.reduce_scatter_over)),
             (torch.UntypedStorage, "resize_", resize),
+            (dist.ProcessGroup, "abort", lambda group: aborted.append(group)),
             *([(slots, "swap_memory", swap_memory)] if CAN_SWAP_MEMORY else []),
         ):
             stack.enter_context(mock.patch.object(where, name, value))
