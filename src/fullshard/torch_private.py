@@ -97,6 +97,11 @@ def set_local(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec | None = N
     tensor._local_tensor, tensor._spec = local, spec or tensor._spec
 
 
+def set_rank(mesh: DeviceMesh, rank: int) -> None:
+    """Let this process be a different one of a 1-D mesh."""
+    mesh._coordinate_on_dim, mesh._rank = (rank,), rank
+
+
 def set_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
     """Replace the data of a parameter, also by data of a subclass or on another device. It stays the same object.
 

@@ -136,25 +136,23 @@ def layout_of(value: torch.Tensor | ShardedParameter) -> Layout:
     if spec is not None and 0 not in shape:  # a tensor without elements is the same everywhere
         if isinstance(value, ShardedParameter) and value.run is not None:
             return _layout_of_run(value, *value.run)
-        return _layout_on(spec.mesh, spec.placements, shape, tuple(local.shape))
+        return _layout_on(spec.mesh, spec.mesh.get_coordinate(), spec.placements, shape, tuple(local.shape))
     rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return Layout(shape, (((0,) * len(shape), shape),), Copies("all", rank, count, count))
 
 
-@lru_cache(maxsize=64)
-def _position_in(mesh: DeviceMesh) -> tuple[Sequence[int] | None, tuple[int, ...]]:
-    """This rank's coordinate in a mesh, and the shape of the mesh. Cached: the mesh is slower."""
-    return mesh.get_coordinate(), tuple(mesh.shape)
-
-
 @lru_cache(maxsize=1024)  # models repeat themselves, and are saved again
 def _layout_on(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], local: tuple[int, ...]
+    mesh: DeviceMesh,
+    coordinate: tuple[int, ...] | None,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    local: tuple[int, ...],
 ) -> Layout:
     """The layout of a DTensor: one box, or none if the rank has no elements or is not in the mesh."""
-    coordinate, extent = _position_in(mesh)
     if coordinate is None:
         return Layout(shape, (), ONLY_HERE)
+    extent = tuple(mesh.shape)
     number, count, offsets, sharded = 0, 1, [0] * len(shape), list[int]()
     for at, placement, size in zip(coordinate, placements, extent, strict=True):
         if placement.is_replicate():
@@ -179,7 +177,8 @@ def _layout_of_run(param: ShardedParameter, start: int, stop: int) -> Layout:
     data, before = param.data, param.unsharded_spec
     base = Layout(tuple(param.shape), (((0,) * len(param.shape), tuple(param.shape)),), ONLY_HERE)
     if before is not None:  # tensor parallel cut the parameter before
-        base = _layout_on(before.mesh, before.placements, tuple(before.shape), tuple(param.shape))
+        coordinate = before.mesh.get_coordinate()
+        base = _layout_on(before.mesh, coordinate, before.placements, tuple(before.shape), tuple(param.shape))
     replica = data.replicate_group.rank() if data.replicate_group is not None else 0
     number = base.copies.number * data.replicate_size + replica
     copies = Copies(

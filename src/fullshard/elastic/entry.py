@@ -11,7 +11,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class Entering:
         self._last_number = 0  # the highest number that a process has had
         self._newcomer = math.inf  # when the last new process came; infinite before the job begins
         self._coming: dict[int, int] = {}  # new processes, and their shards
+        self._opened: object = None  # stands for the connections of this process, until it leaves
         self._sources: tuple[int, ...] = ()  # members that may have the state of a new process's shard
 
     def _enter(self, processes: int | None) -> None:
@@ -115,8 +117,18 @@ class Entering:
 
     def _open(self, key: bytes, address: str) -> Connections:
         hang = float(os.environ.get("FULLSHARD_HANG_TIMEOUT", "inf"))
-        heard, limits = (self._receive, self._lose, self._suspect), (_SILENCE if hang == math.inf else hang, hang)
+        limits = (_SILENCE if hang == math.inf else hang), hang
+        self._opened = opened = object()
+        hear = partial(self._hear, opened)
+        heard = partial(hear, self._receive), partial(hear, self._lose), partial(hear, self._suspect)
         return Connections(self.rank, key, address, *heard, *limits, self._progress, self._welcome, self._end_welcome)
+
+    def _hear(self, opened: object, act: Callable[..., None], *news: Any) -> None:
+        """Acts on news, in a thread beside training, unless this process has left what it comes from."""
+        with self._changed:
+            if opened == self._opened:
+                act(*news)
+                self._changed.notify_all()
 
     def _publish(self) -> None:
         """Writes down where this member is, for processes that are to join."""

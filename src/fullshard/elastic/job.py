@@ -64,15 +64,23 @@ class Job(Entering):
     def __init__(self, replicas: int, seed: int, directory: str | Path | None, processes: int | None = None) -> None:
         super().__init__(replicas, seed, directory)
         self.step, self.has_left = 0, False
-        self._is_done = self._is_closed = False  # whether all steps are made, and whether the others know
+        self._is_done = False  # whether all steps are made
         self._schedule: Schedule | None = None  # of the model
         self._row: Row = ()  # whose process group this process is in
         self._row_connections: Collection[tuple[str, str]] = ()  # of the backend between the processes of the row
-        self._frozen_since = math.inf  # while the agreement is frozen
         self._wait_count, self._since = -1, 0.0  # the number of training's waits, and since when it is that
         self._cut = -1, math.inf  # the number of the wait whose connections were closed, and since when
         self._aborted: Any = None  # the process group whose waits were ended
-        self._made, self._target = 0, math.inf  # how many steps a process had made that left, and how many are to be
+        self._target = math.inf  # how many steps are to be made
+        self._copy_every = 0
+        self._kept: KeptGradients | None = None
+        self._forget()
+        self._enter(processes)
+
+    def _forget(self) -> None:
+        """Begins without news of other processes."""
+        self._frozen_since = math.inf  # while the agreement is frozen
+        self._made = 0  # how many steps a process had made that left
         self._times: dict[str, float] = {}  # when a change was noticed and agreed, and this process in its new row
         self._first = 0  # the step from which on this process is a member
         self._mean: tuple[bytes, tuple[bool, ...]] | None = None  # of the step that ends, for those that follow
@@ -83,17 +91,26 @@ class Job(Entering):
         self._ordered: set[tuple[int, Replica]] = set()  # steps and replicas that this row was told to run
         self._leaving: dict[int, bool] = {}  # whether a process that leaves has made all steps
         self._early: list[Kept] = []
-        self._kept: KeptGradients | None = None
         self._source = -1  # of the state of this process, until it is a member
         self._states: list[ShardState] = []
         self._followed: dict[int, Followed] = {}
         self._followers: set[int] = set()  # new processes that follow this one
         self._fetching: set[int] = set()
         self._wanted: dict[int, int] = {}  # new processes, and the shards whose states they need from another one
-        self._copy_every, self._holder = 0, -1  # of the copies of this process
+        self._holder = -1  # of the copies of this process
         self._counted = 0  # how many steps count here; those before going back, until then
         self._back, self._has_copy = -1, False  # of the state that this new process was sent
-        self._enter(processes)
+
+    def _part(self) -> None:
+        """Ends the part of this process in the job, after what others may yet need."""
+        if self._directory is not None:
+            (self._directory / f"{self.rank}.json").unlink(missing_ok=True)
+        with self._changed:
+            for process in self._agreement.members:  # one may yet need the norm of the last step
+                for message in (*self._squares.values(), Leaving(self._is_done, self.step)):
+                    self._connections.send(process, message)
+            self._opened = None
+        self._connections.close()
 
     def _has_waited_for_majority(self) -> bool:
         return time.monotonic() > self._frozen_since + PATIENCE
@@ -166,78 +183,66 @@ class Job(Entering):
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def _receive(self, sender: int, message: Any) -> None:
-        """Reads a message of another process, in a thread beside training."""
-        with self._changed:
-            if self._is_closed:
-                return
-            back = self._agreement.membership.back
-            if isinstance(message, KINDS):
-                self._agreement.receive(sender, message)
+        """Reads a message of another process."""
+        back = self._agreement.membership.back
+        if isinstance(message, KINDS):
+            self._agreement.receive(sender, message)
+            self._after_agreement()
+        elif isinstance(message, Kept | Square | Copy) and message.number < back:
+            pass  # of steps that will be repeated
+        elif isinstance(message, Copy):
+            self._agreement.copies[message.step, message.shard] = message.data
+        elif isinstance(message, Kept):
+            self._add(message)
+        elif isinstance(message, RunOrder):
+            self._orders.append(message)
+        elif isinstance(message, Has):
+            self._has[message.number, sender] = message
+        elif isinstance(message, RowValue):
+            self._row_values[message.row, message.key] = message.value
+        elif isinstance(message, Square):
+            self._squares[message.step, message.shard] = message
+        elif isinstance(message, Leaving):
+            self._leaving[sender] = message.is_done
+            self._made = max(self._made, message.step if message.is_done else 0)
+            self._agreement.is_done = self._made >= self._target
+        elif isinstance(message, Fetch):
+            self._last_number = max(self._last_number, message.process)
+            self._wanted[message.process] = self._coming[message.process] = message.shard
+            self._serve_copies()
+        elif isinstance(message, ShardState):
+            if self.is_joining:
+                self._source = sender
+                self._states.append(message)
+        elif isinstance(message, Followed) and message.back >= self._back:
+            self._followed[message.step] = message
+            self._squares.update({(message.step, each.shard): each for each in message.squares})
+        elif isinstance(message, Candidate):
+            self._last_number, followers = max(self._last_number, sender), self._agreement.followers
+            if sender not in self._agreement.members and message.back >= back:
+                self._coming[sender] = message.shard
+                self._agreement.candidates[sender] = message.shard
+                (followers.add if message.follows else followers.discard)(sender)
+                self._agreement.consider()
                 self._after_agreement()
-            elif isinstance(message, Kept | Square | Copy) and message.number < back:
-                pass  # of steps that will be repeated
-            elif isinstance(message, Copy):
-                self._agreement.copies[message.step, message.shard] = message.data
-            elif isinstance(message, Kept):
-                self._add(message)
-            elif isinstance(message, RunOrder):
-                self._orders.append(message)
-            elif isinstance(message, Has):
-                self._has[message.number, sender] = message
-            elif isinstance(message, RowValue):
-                self._row_values[message.row, message.key] = message.value
-            elif isinstance(message, Square):
-                self._squares[message.step, message.shard] = message
-            elif isinstance(message, Leaving):
-                self._leaving[sender] = message.is_done
-                self._made = max(self._made, message.step if message.is_done else 0)
-                self._agreement.is_done = self._made >= self._target
-            elif isinstance(message, Fetch):
-                self._last_number = max(self._last_number, message.process)
-                self._wanted[message.process] = self._coming[message.process] = message.shard
-                self._serve_copies()
-            elif isinstance(message, ShardState):
-                if self.is_joining:
-                    self._source = sender
-                    self._states.append(message)
-            elif isinstance(message, Followed) and message.back >= self._back:
-                self._followed[message.step] = message
-                self._squares.update({(message.step, each.shard): each for each in message.squares})
-            elif isinstance(message, Candidate):
-                self._last_number, followers = max(self._last_number, sender), self._agreement.followers
-                if sender not in self._agreement.members and message.back >= back:
-                    self._coming[sender] = message.shard
-                    self._agreement.candidates[sender] = message.shard
-                    (followers.add if message.follows else followers.discard)(sender)
-                    self._agreement.consider()
-                    self._after_agreement()
-            self._changed.notify_all()
 
     def _lose(self, process: int, is_read: bool, has_trusted: bool) -> None:
-        with self._changed:
-            if self._is_closed:
-                return
-            was_member, is_done = process in self._agreement.members, self._leaving.get(process)
-            self._agreement.lose(process, is_read, has_trusted)
-            if not is_done:
-                self._tell_change(f"process {process} {'leaves' if process in self._leaving else 'has ended'}")
-            if was_member and not is_done:
-                self._times.setdefault("noticed", time.monotonic())
-            self._followers.discard(process)
-            self._fetching.discard(process)
-            self._after_agreement()
-            self._changed.notify_all()
+        was_member, is_done = process in self._agreement.members, self._leaving.get(process)
+        self._agreement.lose(process, is_read, has_trusted)
+        if not is_done:
+            self._tell_change(f"process {process} {'leaves' if process in self._leaving else 'has ended'}")
+        if was_member and not is_done:
+            self._times.setdefault("noticed", time.monotonic())
+        self._followers.discard(process)
+        self._fetching.discard(process)
+        self._after_agreement()
 
     def _suspect(self, process: int, why: str) -> None:
-        with self._changed:
-            if self._is_closed:
-                return
-            self._agreement.suspect(process, bool(why), why == HANGS)
-            self._times.setdefault("noticed", time.monotonic())
-            if why:
-                self._tell_change(f"process {process} {why}")
-            self._after_agreement()
-            self._changed.notify_all()
+        self._agreement.suspect(process, bool(why), why == HANGS)
+        self._times.setdefault("noticed", time.monotonic())
+        if why:
+            self._tell_change(f"process {process} {why}")
+        self._after_agreement()
 
     def _add(self, kept: Kept) -> None:
         if self._kept is None or self._agreement.goes_back:

@@ -149,12 +149,12 @@ class LocalJob(Restoring):
 
     _local: LocalRounds | None = None
 
-    def __init__(self, *arguments: Any) -> None:
+    def _forget(self) -> None:
+        super()._forget()
         self._more: dict[tuple[Row, int, int], bool] = {}  # whether to run a micro-batch, by row, step and number
         #: The membership and the step for which grace has begun, and for which it is over.
         self._quorum_of = self._grace_over = -1, -1
         self._say_at = 0.0
-        super().__init__(*arguments)
 
     def _use_rounds(self, local: LocalRounds | None, outer: Optimizer) -> dict[str, LocalRounds]:
         """Lets steps be rounds. Returns what a new process gets for that."""
@@ -181,12 +181,11 @@ class LocalJob(Restoring):
         return super()._taking_part(step) if self._local is None else self._agreement.chosen.get(step)
 
     def _receive(self, sender: int, message: Any) -> None:
-        with self._changed:
-            if isinstance(message, RunMore):
-                self._more[message.row, message.step, message.number] = message.is_wanted
-            super()._receive(sender, message)
-            if self._local is not None and isinstance(message, (Has, *KINDS)) and not self._is_closed:
-                self._look_whether_complete()
+        if isinstance(message, RunMore):
+            self._more[message.row, message.step, message.number] = message.is_wanted
+        super()._receive(sender, message)
+        if self._local is not None and isinstance(message, (Has, *KINDS)):
+            self._look_whether_complete()
 
     def _look_whether_complete(self) -> None:
         if self._local is not None:
@@ -217,7 +216,7 @@ class LocalJob(Restoring):
     def _end_grace(self, key: tuple[int, int]) -> None:
         with self._changed:
             self._grace_over = key
-            if not self._is_closed:
+            if self._opened:
                 self._look_whether_complete()
 
     def _send_order(self, order: RunOrder) -> None:

@@ -7,7 +7,7 @@ row stands by: it has a shard and steps with the others, but computes no gradien
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 Row = tuple[int, ...]  # a process for each shard
 
@@ -38,3 +38,16 @@ def shard_for(shard_of: Mapping[int, int], shards: int) -> int:
     """The shard that the fewest processes have: a new process gets it."""
     had = [*shard_of.values()]
     return min(range(shards), key=had.count)
+
+
+def spare(
+    rows: Sequence[Row], shard_of: Mapping[int, int], coming: Collection[int], replicas: int, shards: int
+) -> Sequence[int]:
+    """The processes in ``shard_of`` that would do more with a different shard, the newest one last: they stand by, and
+    a shard that a further row lacks has at least two processes less than theirs. ``coming`` are the shards of new
+    processes."""
+    had = [*shard_of.values(), *coming]
+    fewest = min(map(had.count, range(shards)))
+    placed = {process for row in rows for process in row}
+    found = [each for each, shard in shard_of.items() if each not in placed and had.count(shard) > fewest + 1]
+    return found if fewest < replicas else ()

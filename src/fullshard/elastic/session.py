@@ -28,7 +28,7 @@ from fullshard.comm.select import simulated_transport
 from fullshard.elastic.gradients import Replica
 from fullshard.elastic.job import RepeatStep
 from fullshard.elastic.local import LocalJob, LocalRounds
-from fullshard.elastic.messages import Followed, Leaving, RunOrder, Square
+from fullshard.elastic.messages import Followed, RunOrder, Square
 from fullshard.elastic.regroup import problem_of
 from fullshard.elastic.rows import replicas_of
 from fullshard.group.parameter import local_tensor
@@ -233,14 +233,7 @@ class Elastic(LocalJob):
 
         Ranks: each for itself.
         """
-        if self._directory is not None:
-            (self._directory / f"{self.rank}.json").unlink(missing_ok=True)
-        with self._changed:
-            for process in self._agreement.members:  # one may yet need the norm of the last step
-                for message in (*self._squares.values(), Leaving(self._is_done, self.step)):
-                    self._connections.send(process, message)
-            self._is_closed = True
-        self._connections.close()
+        self._part()
         self._until_begin.close()  # if nothing began
         self._until_close.close()
         self._leave_row()

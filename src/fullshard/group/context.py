@@ -67,7 +67,6 @@ class GroupContext:
         #: The parameters by stored dtype, without those that define how they are gathered.
         self.sections: tuple[Section, ...] = ()
         self.own_sections: tuple[Section, ...] = ()  # the same, with the plans of the shards between steps
-        self.own_rank = self.data.replicate_rank if self.data.shards_replicas else self.data.shard_rank
         self.compute_dtypes: list[torch.dtype] = []  # in which each section is gathered
         #: Where parameters are between uses: on the device, and where a policy offloads them to.
         self.here, self.offloaded = homes_of(self.options.offload, self.params, self.data, self.device)
@@ -91,6 +90,7 @@ class GroupContext:
     def lay_out(self) -> None:
         """Cut the parameters into sections, each with a plan."""
         place_rows(self.params, self.data.shard_size, self.tag % self.data.shard_size)
+        self.own_rank = self.data.replicate_rank if self.data.shards_replicas else self.data.shard_rank
         sections: dict[object, list[int]] = {}
         for index, param in enumerate(self.params):
             if not param.extends:
