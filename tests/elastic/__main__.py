@@ -76,6 +76,10 @@ def random_job(seed: int) -> Job:
             **job.faults,
             (cut := chosen.randrange(job.shards * job.replicas)): [*job.faults.get(cut, ()), fault],
         }
+    if job.shards == 2 and not (job.is_supervised or job.has_network) and chosen.random() < 0.2:
+        job.replicas, job.steps, job.pause = 3, 10, 0.3  # one process is left of a shard, and another one takes it too
+        for process in (first := chosen.randrange(2), first + 2):
+            faults.setdefault(process, []).append((chosen.randrange(4), chosen.choice(places), "SIGKILL"))
     return job
 
 
@@ -159,12 +163,13 @@ def complaints(job: Job, result: Result) -> list[str]:
     hit_of = {shard: [each for of, each in zip(shards, hit, strict=True) if of == shard] for shard in shards}
     is_left = not all(hit)
     stops = any(fault[2] == "SIGSTOP" for each in job.faults.values() for fault in each)
-    if gave_up and not stops and not any(map(all, hit_of.values())):
+    has_moved = any(len({each["shard"] for each in said if "shard" in each}) > 1 for said in result.said)
+    if gave_up and not (stops or has_moved) and not any(map(all, hit_of.values())):
         found.append(f"no shard was lost, but some gave up: {gave_up}")
     kills = [fault for each in job.faults.values() for fault in each if fault[2] != "sleep"]
     hit_shards = {shards[index] for index, each in job.faults.items() if any(fault in kills for fault in each)}
     has_copies = job.copy_every and all(step > 1 and place != "time" for step, place, _ in kills)
-    if gave_up and has_copies and len(hit_shards) == 1 and not stops:
+    if gave_up and has_copies and len(hit_shards) == 1 and not (stops or has_moved):
         found.append(f"one shard was lost, and there are copies, but some gave up: {gave_up}")
     if is_left and not gave_up and not result.digests(job.steps):
         found.append("no process made all steps")

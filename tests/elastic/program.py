@@ -169,7 +169,7 @@ def _train(plan: Mapping[str, Any]) -> None:
                 scheduler.step()
                 at(step.number, "end")
             if elastic.step > step.number:  # it is not repeated
-                tell(step=step.number)
+                tell(step=step.number, shard=elastic.shard)
                 if saved and elastic.step % 2 == 0:
                     at(step.number, "save")
                     elastic.save(save)

@@ -29,7 +29,20 @@ def test_without_replicas_a_new_process_takes_the_lost_shard() -> None:
     assert steps_of(result, 0) == [*range(5), *range(4, 8)]
     assert steps_of(result, 2) == [*range(4, 8)]
     assert "no process is left that has shard 1 of 2. The job goes back to step 4, of which" in result.errors[0]
-    assert "start a new process with the same command" in result.errors[0]
+    assert "else start a new process with the same command" in result.errors[0]
+
+
+def test_a_process_that_can_be_spared_takes_the_lost_shard(tmp_path: Path) -> None:
+    """Nobody starts a new process. What is saved afterwards is right: a new job goes on from there."""
+    faults = {1: [(3, "forward 0", "SIGKILL")], 3: [(3, "backward 1", "SIGKILL")]}
+    job = Job(2, 2, 7, faults, pause=0.1, copy_every=1, saved=str(tmp_path))
+    result = run(job)
+    assert complaints(job, result) == []
+    assert sorted(each["shard"] for each in result.ends()) == [0, 1]
+    assert max(each.name for each in tmp_path.glob("step-*")) == "step-00000006"
+    again = run(Job(2, 2, 8, saved=str(tmp_path)))
+    assert again.digests(8) == undisturbed(2, 2, 8).digests(8)
+    assert min(each["step"] for one in again.said for each in one if "step" in each) == 6
 
 
 @pytest.mark.slow

@@ -51,6 +51,19 @@ def test_a_process_ends_a_step_that_counts_before_it_forms_its_next_row() -> Non
     assert result.statuses == [-9, 0, 0, -9]
 
 
+@pytest.mark.parametrize(("groups", "transport"), [("blocks", ""), ("wrapped", "collective")])
+def test_a_process_that_stands_by_comes_back_with_a_shard_that_is_needed(groups: str, transport: str) -> None:
+    """Of three processes with shard 1, one is left. One of the three with shard 0 takes its place in a second row."""
+    faults = {1: [(1, "forward 0", "SIGKILL")], 3: [(1, "backward 1", "SIGKILL")]}
+    job = Job(2, 3, 16, faults, pause=0.3, groups=groups, transport=transport)
+    result = run(job)
+    assert complaints(job, result) == []
+    assert sorted((each["ended"], each["shard"]) for each in result.ends() if each["ended"] > 4) == [(5, 1), (6, 1)]
+    (moved,) = [one for one in result.said if any(each.get("ended") == 6 for each in one)]
+    assert {each["shard"] for each in moved if "shard" in each} == {0, 1}
+    assert any(each["ran"][0] > 12 for each in moved if "ran" in each)
+
+
 @pytest.mark.slow
 def test_a_process_that_hangs_is_left_out() -> None:
     job = Job(1, 3, faults={1: [(2, "forward 0", "15")]}, silence=3.0)

@@ -190,6 +190,11 @@ class Agreement:
         return missing_shards(self.members, self._shards) if self.members else []
 
     @property
+    def lacks_shard(self) -> bool:
+        """Whether no member has a shard, nor a copy of it: the job cannot go on."""
+        return bool(self.lost_shards) and not self.membership.holders
+
+    @property
     def is_oldest(self) -> bool:
         """Whether this process is the oldest member."""
         return next(iter(self.members), -1) == self.me

@@ -294,8 +294,9 @@ class Job(Entering):
                 self._tell_change(
                     f"no process is left that has shard {', '.join(str(shard) for shard, _ in membership.holders)} of "
                     f"{self.shards}. The job goes back to step {membership.step}, of which processes "
-                    f"{sorted({process for _, process in membership.holders})} have copies, and waits there: start a "
-                    f"new process with the same command for each of these shards"
+                    f"{sorted({process for _, process in membership.holders})} have copies, and waits there until each "
+                    f"of these shards has a process: one that can be spared from another shard comes by itself, else "
+                    f"start a new process with the same command"
                 )
         self._serve_copies()
         if self._kept is not None and self.rank in membership.shard_of and not self._agreement.goes_back:
@@ -365,7 +366,7 @@ class Job(Entering):
                 )
             if agreement.goes_back:
                 raise RepeatStep
-            if agreement.lost_shards and not agreement.membership.holders:
+            if agreement.lacks_shard:
                 copies = ", ".join(f"step {step} of shard {shard}" for step, shard in sorted(agreement.copies))
                 raise ElasticError(
                     f"no process is left that has shard {', '.join(map(str, agreement.lost_shards))} of "

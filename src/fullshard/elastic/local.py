@@ -165,7 +165,9 @@ class LocalJob(Restoring):
         expect(local.optimizer is not outer, "the inner optimizer", outer, "another one than the outer", ValueError)
         return {ROUNDS: local}
 
-    def _make_kept(self, params: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor]) -> KeptGradients:
+    def _make_kept(self) -> KeptGradients:
+        params = [param for param in self._model.parameters() if param.requires_grad]
+        buffers = [*self._model.buffers()]
         return KeptGradients(params, buffers) if self._local is None else KeptChanges(params, buffers, self.rank)
 
     def _kept_as(self, order: RunOrder) -> Replica:

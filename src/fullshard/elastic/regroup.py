@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fullshard.comm.backends import comes_from_backend
@@ -26,7 +27,7 @@ from fullshard.elastic.messages import RowValue
 from fullshard.elastic.rows import Row
 from fullshard.group.param_group import ParamGroup
 from fullshard.schedule.schedule import Schedule
-from fullshard.torch_private import init_with_gloo
+from fullshard.torch_private import init_fake_group, init_with_gloo, set_rank
 from fullshard.watch.connections import connected_sockets
 from fullshard.wire_policy import EXACT
 
@@ -82,6 +83,21 @@ def use_process_group(schedule: Schedule, process_group: Any, step: int, is_firs
         group.use_transport(transport)
     schedule.begin_over(process_group, step)
     schedule.checks = checks
+
+
+def use_shard(schedule: Schedule, rank: int) -> None:
+    """Lets the model have the shard of a different rank, of zeros until its values are loaded."""
+    init_fake_group(schedule.groups[0].data.shard_size, rank)
+    for group in schedule.groups:
+        group.reshard()
+        group.data.shard_group, group.data.shard_rank = dist.group.WORLD, rank
+        set_rank(group.data.mesh, rank)
+        group.lay_out()
+        for param in group.params:
+            shape = param.chunk_of(torch.empty(param.shape, device="meta")).shape
+            param.set_chunk(torch.zeros(shape, dtype=param.dtype, device=param.values.device))
+        group.rebuild()
+    dist.destroy_process_group()
 
 
 class Regrouping(Job):

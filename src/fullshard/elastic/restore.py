@@ -16,9 +16,11 @@ import torch
 
 from fullshard.elastic.copies import Copy, holder_of, outdated
 from fullshard.elastic.entry import ElasticError
+from fullshard.elastic.gradients import KeptGradients
 from fullshard.elastic.job import RepeatStep
 from fullshard.elastic.messages import Fetch, ShardState
-from fullshard.elastic.regroup import Regrouping
+from fullshard.elastic.regroup import Regrouping, use_shard
+from fullshard.elastic.rows import spare
 from fullshard.elastic.state import load_state, pack_state
 from fullshard.platforms import host_id
 
@@ -127,6 +129,44 @@ class Restoring(Regrouping):
             if self.is_joining:
                 self._agreement.follow(self.step)
             self._ask_to_be_member()
+
+    def _make_kept(self) -> KeptGradients:
+        raise NotImplementedError
+
+    def _is_spare(self) -> bool:
+        """Whether this process stands by, and another shard needs it more than its own does."""
+        with self._changed:
+            agreement, membership, gone = self._agreement, self._agreement.membership, self._gone()
+            if self._directory is None or self.is_joining or self.has_left:
+                return False
+            if agreement.is_frozen or agreement.is_done or agreement.lacks_shard:
+                return False
+            coming = [shard for process, shard in self._coming.items() if process not in gone]
+            found = spare(membership.rows, membership.shard_of, coming, self.replicas, self.shards)
+            holders = {process for _, process in membership.holders}
+            return self.rank == next((process for process in reversed(found) if process not in holders), -1)
+
+    def _change_shard(self) -> None:
+        """Leaves the job, and comes back as a new process: it is given the shard that the fewest have. If the job ends
+        meanwhile, it has left. Called between steps."""
+        assert self._schedule is not None
+        _log.info(
+            f"process {self.rank} stands by with shard {self.shard}, and leaves for one that fewer processes have"
+        )
+        before = self.shard
+        self._part()
+        self._leave_row()
+        self._forget()
+        if (found := self._find_job()) is None:
+            _log.warning("the job has ended before this process could come back with a different shard")
+            self.has_left = True
+            return
+        self._join(*found)
+        self._optimizer.zero_grad()
+        if self.shard != before:
+            use_shard(self._schedule, self.shard)
+        self._kept = self._make_kept()
+        self._fetch()
 
     def _load(self, step: int, data: bytes) -> None:
         assert self._kept is not None

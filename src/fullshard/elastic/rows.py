@@ -50,4 +50,4 @@ def spare(
     fewest = min(map(had.count, range(shards)))
     placed = {process for row in rows for process in row}
     found = [each for each, shard in shard_of.items() if each not in placed and had.count(shard) > fewest + 1]
-    return found if fewest < replicas else ()
+    return found if fewest < replicas else []

@@ -170,9 +170,8 @@ class Elastic(LocalJob):
         for group in self._schedule.groups:
             if problem := problem_of(group):
                 raise ValueError(f"elastic.begin() cannot train {group.title}: {problem}")
-        params = [param for param in model.parameters() if param.requires_grad]
         with self._changed:
-            self._kept = self._make_kept(params, [*model.buffers()])
+            self._kept = self._make_kept()
             self._copy_every = copy_every
             self._add_early()
             if self.rank in self._agreement.members:  # perhaps the membership has changed meanwhile
@@ -204,6 +203,9 @@ class Elastic(LocalJob):
         with self._changed:
             self._target, self._agreement.is_done = number, self._made >= number
         while (self.step < number or self._must_go_back()) and not self.has_left:
+            if self._is_spare():
+                self._change_shard()
+                continue
             if self._agreement.goes_back:
                 self._leave_row()
                 self._go_back()
@@ -251,7 +253,7 @@ class Elastic(LocalJob):
                 self._give_order(step)
             if (order := self._take_order(step)) is not None:
                 found.append(order)
-            if self._must_fetch():
+            if self._must_fetch() or self._is_spare():
                 raise RepeatStep
             return bool(found) or self._has_ended(step)
 

@@ -240,9 +240,9 @@ class FlatModuleParameters(ModuleParameters):
                 continue
             if not isinstance(flat, FlatParameter) or flat.is_meta != shard.is_meta:
                 flat = FlatParameter(shard, flat.requires_grad)
-                describe(flat, fragments, section.plan)
             elif not same_memory(flat, shard):
                 flat.data = shard
+            describe(flat, fragments, section.plan)
             for fragment in fragments:
                 fragment.sharded = flat
             self._flats.append((flat_module, flat_name(number), flat, section))
