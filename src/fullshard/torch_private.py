@@ -71,8 +71,7 @@ def altered_spec(
     """``spec`` with a different dtype or placement, for a tensor of the same shape."""
     meta = spec.tensor_meta
     assert meta is not None
-    placements = spec.placements if placements is None else placements
-    return sharding_spec(mesh or spec.mesh, placements, *meta[:2], dtype or meta.dtype)
+    return sharding_spec(mesh or spec.mesh, placements or spec.placements, *meta[:2], dtype or meta.dtype)
 
 
 spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
@@ -253,7 +252,6 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
 )
-
 wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 #: Exchanges the memory of two storages; every tensor follows its storage. A slot then serves any group, for 0.1 µs.
 #: Torch before 2.12 lacks it: a buffer is then allocated when it takes a slot.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import combinations_with_replacement
 from typing import Any
 
@@ -13,20 +12,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fullshard
-from fullshard.checkpoint import layout as layouts
 from fullshard.checkpoint.layout import ONLY_HERE, Box, Copies, Layout, _boxes_of_run, layout_of
 from tests.fully_shard.cases import groups_of
 from tests.harness import World, fake_world, ranks
-
-
-@pytest.fixture(autouse=True)
-def forget_meshes() -> Iterator[None]:
-    """Meshes of fake worlds are equal, and their ranks differ."""
-    for cached in (layouts._position_in, layouts._layout_on):
-        cached.cache_clear()
-    yield
-    for cached in (layouts._position_in, layouts._layout_on):
-        cached.cache_clear()
 
 
 def elements(shape: tuple[int, ...], boxes: Any) -> list[int]:

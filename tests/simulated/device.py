@@ -149,7 +149,7 @@ class SimulatedStreams(fullshard.device.Streams):
             self.model.wait(HOST, self.model.record(stream.stream_id))
 
 
-class _Running:
+class Running:
     """A collective that the device runs. If its process group is aborted, it ends with whatever its output is then, as
     one of NCCL does; gloo would wait on."""
 
@@ -204,7 +204,7 @@ def simulate(model: Model) -> Iterator[SimulatedStreams]:
 
             def call(output: torch.Tensor, source: torch.Tensor) -> Any:
                 work = asked(output, source)
-                return work and _Running(work, lambda: any(each is group for each in aborted))
+                return work and Running(work, lambda: any(each is group for each in aborted))
 
             def one(output: torch.Tensor, source: torch.Tensor) -> Any:
                 return model.collective(streams.entered[-1].stream_id, group, call, output, source)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 import torch
 
 from fullshard.device import CPU, Done, Lane, current_stream, host_memory, mark_now
 from tests.simulated import AccessError, Checker, Late, simulate
-from tests.simulated.device import SimulatedStreams
+from tests.simulated.device import Running, SimulatedStreams
 
 
 @pytest.fixture
@@ -105,3 +106,21 @@ def test_a_late_lane_waits_for_what_it_was_told_to() -> None:
         assert copy.sum().item() == 4
         late.wait()
         assert copy.sum().item() == 8
+
+
+def test_a_collective_ends_if_its_process_group_is_aborted_and_else_with_its_error() -> None:
+    waits = list[str]()
+
+    class Work:
+        def wait(self, _: object) -> None:
+            waits.append("wait")
+            raise RuntimeError("a time has passed, or a connection was closed")
+
+        def is_completed(self) -> bool:
+            return len(waits) > 5
+
+    Running(cast(Any, Work()), lambda: len(waits) == 2).wait()
+    assert len(waits) == 2
+    with pytest.raises(RuntimeError, match="a connection was closed"):
+        Running(cast(Any, Work()), bool).wait()
+    assert len(waits) == 6

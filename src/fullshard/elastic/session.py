@@ -77,7 +77,8 @@ class Elastic(LocalJob):
     sharded over the processes of one row, and each shard lies on one process of each row. What is computed, the data
     and the random numbers belong to logical ranks. If a process ends, the rows that are whole also run the
     micro-batches of the others, one logical replica after another, and gradients are added in the order of the logical
-    replicas. A process without a row stands by: it steps with the others, so that its shard lies on more processes.
+    replicas. A process without a row stands by: it steps with the others, so that its shard lies on more processes. If
+    a shard has two processes less, one that stands by leaves and comes back as a new process, which gets that shard.
 
     Args:
         replicas: how many logical replicas there are; a divisor of the number of processes. A shard outlives
@@ -90,12 +91,13 @@ class Elastic(LocalJob):
             own, or none. Their ranks are in the order of their hosts. ``None``: all processes of the launcher.
 
     Attributes:
-        rank: the number of this process, of ``size`` at the beginning.
-        shard: which shard of the model this process has, of ``shards``.
+        rank: the number of this process, of ``size`` at the beginning. A process that comes back has a new one.
+        shard: which shard of the model this process has, of ``shards``. Between two steps it may get another.
         step: how many steps this process has made.
         changes: how often the members of the job have changed: a program may compare it between two steps. Logical
             ranks never change.
-        has_left: whether this process was asked to leave, by :meth:`leave` or SIGTERM.
+        has_left: whether this process was asked to leave, by :meth:`leave` or SIGTERM; or the job ended before it
+            could come back.
 
     Raises:
         ValueError: no launcher started the process, ``processes`` is given without a directory, or ``replicas`` does
@@ -144,7 +146,7 @@ class Elastic(LocalJob):
             local: lets replicas train apart for more than one step at a time; ``optimizer`` is the outer one then.
             copy_every: in steps, how often each process copies the state of its shard, and sends the copy to a process
                 that has a different shard, if possible on a different host. If all processes of a shard end, the job
-                goes back to the last copies, and waits for a new process. 0: a lost shard ends the job.
+                goes back to the last copies, and waits for a process that has the shard. 0: a lost shard ends the job.
             load: loads a checkpoint, if there is one, together with the other processes of a row, whose default process
                 group it may use. With this object in ``state`` of :func:`fullshard.checkpoint.load`, as in
                 ``save()``, training goes on from its step. It is not called on a process that joins.
