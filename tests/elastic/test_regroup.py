@@ -20,6 +20,7 @@ from fullshard.group.parameter import local_tensor
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import groups_in, schedule_of
 from fullshard.torch_private import init_fake_group
+from tests.group.test_extension import Bf16Gathered
 from tests.harness import World, ranks
 
 
@@ -89,3 +90,24 @@ def test_a_model_may_get_the_shard_of_another_rank(kind: str) -> None:
         assert all(one is same for one, same in zip(moving[0].parameters(), params, strict=True)), "the optimizer's"
         for mine, its in zip(shown(*moving), shown(*other), strict=True):
             assert torch.equal(mine, its) if isinstance(mine, torch.Tensor) else mine == its
+        for param in params:  # torch keeps the shapes that an operator has given on a mesh
+            assert local_tensor(param.new_zeros(param.shape)).shape == local_tensor(param).shape
+
+
+def test_a_parameter_that_says_what_is_gathered_keeps_its_class_and_its_padding() -> None:
+    def made(rank: int) -> tuple[Schedule, Any]:
+        init_fake_group(2, rank)
+        model = nn.Linear(7, 5, bias=False)
+        model.weight = nn.Parameter(Bf16Gathered(model.weight.detach()))
+        with simulated_transport(lambda _: CollectiveTransport()):
+            schedule = schedule_of(fully_shard(model), "this test")
+        dist.destroy_process_group()
+        return schedule, schedule.groups[0].params[0]
+
+    schedule, moving = made(0)
+    use_shard(schedule, 1)
+    _, other = made(1)
+    assert type(moving.values) is type(other.values) is Bf16Gathered
+    assert moving.values.shape == other.values.shape == (2, 7)
+    padded = [each.values.held.untyped_storage().nbytes() for each in (moving, other)]
+    assert padded == [4 * 3 * 7] * 2

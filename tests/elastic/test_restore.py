@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from fullshard.elastic.agreement import Agreement
+from fullshard.elastic.agreement import Agreement, Membership, Stage
 from fullshard.elastic.entry import ElasticError
-from fullshard.elastic.messages import Followed, ShardState
+from fullshard.elastic.messages import Followed, ShardState, Spared
 from fullshard.elastic.restore import Restoring
+from fullshard.platforms import host_id
 from tests.elastic.__main__ import complaints, undisturbed
 from tests.elastic.jobs import Job, Result, run
 
@@ -71,6 +73,75 @@ def test_without_the_copy_of_a_lost_shard_processes_end_with_an_error_that_says_
     (error,) = result.lost()
     assert "no process is left that has shard 1, 2 of 3: load the last checkpoint and start again" in error
     assert "Processes [0] are left, and their copies are not enough to go on: process 0 has step 2 of shard 0" in error
+
+
+def test_the_first_member_spares_a_process_once_and_when_all_is_settled(
+    tmp_path: Path, launched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes stand by with shard 0, and process 5 alone has shard 1: process 4 holds the copy of that."""
+    job, asked = Restoring(1, 0, tmp_path), list[int]()
+    shards = ((0, 0), (2, 0), (3, 0), (4, 0), (5, 1))
+    membership = Membership(0, 3, shards, ((0, 5),))
+    job.rank, job.shards, job.replicas, job.step, job._target = 0, 2, 3, 3, 10
+    job._connections.close()  # it would ask once a second
+    job._agreement, here = Agreement(0, 2, 3, membership), host_id()
+    monkeypatch.setattr(job._connections, "host_of", {2: here, 3: here, 4: "another", 5: here})
+    monkeypatch.setattr(job._connections, "send", lambda process, _: asked.append(process))
+
+    def spared() -> list[int]:
+        job._spared = -1, 0.0
+        asked.clear()
+        job._spare_one()
+        return asked[:]
+
+    assert spared() == [3], "process 4 holds the copy of the only process of shard 1"
+    job._spare_one()
+    assert asked == [3], "it has been asked"
+    job._coming[6] = 1
+    assert spared() == [4], "shard 1 will have two processes, which is one less than a row more needs"
+    job._coming[7] = 1
+    assert spared() == []
+    job._coming.clear()
+    for unsettled in ("step", "suspected", "newcomer", "rank"):
+        with monkeypatch.context() as patch:
+            if unsettled == "step":
+                patch.setattr(job, "step", 8)
+            elif unsettled == "suspected":
+                patch.setattr(job._agreement, "suspected", {3})
+            elif unsettled == "newcomer":
+                patch.setattr(job, "_newcomer", time.monotonic())
+            else:
+                patch.setattr(job, "rank", 2)
+            assert spared() == [], unsettled
+    copies = membership._replace(shards=shards[:4], rows=(), holders=((1, 4),))
+    job._agreement = Agreement(0, 2, 3, copies)
+    assert spared() == [3], "process 4 has the copy of the lost shard"
+    job._agreement = Agreement(0, 2, 3, copies._replace(holders=()))
+    assert spared() == [], "the job cannot go on"
+
+
+def test_a_process_leaves_its_shard_only_while_nobody_needs_it(
+    tmp_path: Path, launched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Restoring(1, 0, tmp_path)
+    membership = Membership(0, 3, ((1, 1), (0, 0), (2, 0)), ((2, 1),))
+    job.shards, job._agreement = 2, Agreement(0, 2, 2, membership)
+    assert not job._is_spare()
+    job._receive(1, Spared())
+    assert job._is_spare()
+    for name, value in (("lost", {2}), ("state", Stage.FROZEN), ("membership", membership._replace(shards=((0, 0),)))):
+        with monkeypatch.context() as patch:
+            patch.setattr(job._agreement, name, value)
+            assert not job._is_spare(), name
+    for name in ("_followers", "_fetching", "_wanted"):
+        with monkeypatch.context() as patch:
+            patch.setattr(job, name, {4: 0})
+            assert not job._is_spare(), name
+    job._agreement.membership = membership._replace(rows=((0, 1),))
+    assert not job._is_spare(), "it is in a row again"
+    job._agreement.membership = membership
+    assert not job._is_spare(), "so it stays"
+    job._connections.close()
 
 
 def test_a_process_that_has_made_all_steps_goes_back_unless_another_one_has_left_with_all(

@@ -154,6 +154,8 @@ class Connections:
         for writer in self._writers:
             writer.join(max(0.0, deadline - time.monotonic()))
         with suppress(OSError):
+            socket.create_connection(self.address, _BEAT).close()  # else its thread waits for one more call
+        with suppress(OSError):
             self._listener.close()
 
     def _accept(self) -> None:

@@ -43,6 +43,8 @@ class ElasticError(RuntimeError):
 class Entering:
     """The base of a :class:`~fullshard.elastic.job.Job`: its connections, and its first membership."""
 
+    _coming: dict[int, int]  # new processes, and their shards
+
     def __init__(self, replicas: int, seed: int, directory: str | Path | None) -> None:
         self.replicas, self.seed = replicas, seed
         self._directory = Path(directory) if directory is not None else None
@@ -50,7 +52,7 @@ class Entering:
         self._number = 0  # of the membership that this process has acted on
         self._last_number = 0  # the highest number that a process has had
         self._newcomer = math.inf  # when the last new process came; infinite before the job begins
-        self._coming: dict[int, int] = {}  # new processes, and their shards
+        self.has_left = False
         self._opened: object = None  # stands for the connections of this process, until it leaves
         self._sources: tuple[int, ...] = ()  # members that may have the state of a new process's shard
 
@@ -137,11 +139,11 @@ class Entering:
             said = json.dumps({"address": self._connections.address, "key": self._connections.key.hex()})
             write(self._directory / f"{self.rank}.json", said)
 
-    def _find_job(self) -> tuple[Welcome, bytes, Connection] | None:
-        """What the first member of a running job says, the job's key, and the connection with that member."""
-        if self._directory is None:
-            return None
-        while True:
+    def _find_job(self, patience: float = 0.0) -> tuple[Welcome, bytes, Connection] | None:
+        """What the first member of a running job says, the job's key, and the connection with that member. ``None`` if
+        members have ended, do not answer for ``patience`` seconds, or this process is asked to leave."""
+        deadline = time.monotonic() + patience
+        while self._directory is not None and not self.has_left:
             files = sorted(self._directory.glob("[0-9]*.json"), key=lambda file: int(file.stem))
             gone, answered = list[Path](), False
             for file in files:
@@ -157,17 +159,19 @@ class Entering:
                     gone.append(file)
                 except OSError:  # nobody answers: its host may be gone, or this one is cut off
                     continue
-            if not answered:
+            if not answered and (len(gone) == len(files) or time.monotonic() >= deadline):
                 for file in gone:
                     file.unlink(missing_ok=True)
-                return None
+                break
             time.sleep(_POLL)
+        return None
 
     def _welcome(self) -> Welcome | None:
         """What a new process is told. ``None`` if this process is not the first member, or another process is new."""
         with self._changed:
             now, agreement = time.monotonic(), self._agreement
-            if now < self._newcomer + PATIENCE or agreement.is_frozen or not self._is_first:
+            is_busy = now < self._newcomer + PATIENCE or agreement.is_frozen
+            if is_busy or not self._is_first or self._opened is None:
                 return None
             self._newcomer, self._last_number = now, max(self._last_number, *self._connections.addresses, 0) + 1
             everyone = {**self._coming, **agreement.members}

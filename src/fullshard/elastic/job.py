@@ -37,6 +37,7 @@ from fullshard.elastic.messages import (
     RowValue,
     RunOrder,
     ShardState,
+    Spared,
     Square,
 )
 from fullshard.elastic.rows import Row
@@ -63,7 +64,7 @@ class Job(Entering):
 
     def __init__(self, replicas: int, seed: int, directory: str | Path | None, processes: int | None = None) -> None:
         super().__init__(replicas, seed, directory)
-        self.step, self.has_left = 0, False
+        self.step = 0
         self._is_done = False  # whether all steps are made
         self._schedule: Schedule | None = None  # of the model
         self._row: Row = ()  # whose process group this process is in
@@ -80,6 +81,9 @@ class Job(Entering):
     def _forget(self) -> None:
         """Begins without news of other processes."""
         self._frozen_since = math.inf  # while the agreement is frozen
+        self._coming = {}
+        self._spared = -1, -math.inf  # the last process that this one has spared: how many were new then, and when
+        self._is_spared = False  # whether this process is
         self._made = 0  # how many steps a process had made that left
         self._times: dict[str, float] = {}  # when a change was noticed and agreed, and this process in its new row
         self._first = 0  # the step from which on this process is a member
@@ -106,7 +110,7 @@ class Job(Entering):
         if self._directory is not None:
             (self._directory / f"{self.rank}.json").unlink(missing_ok=True)
         with self._changed:
-            for process in self._agreement.members:  # one may yet need the norm of the last step
+            for process in self._connections.addresses:  # one may yet need the norm of the last step
                 for message in (*self._squares.values(), Leaving(self._is_done, self.step)):
                     self._connections.send(process, message)
             self._opened = None
@@ -119,6 +123,7 @@ class Job(Entering):
         """For how many seconds training has computed without a wait, and for how many it has waited; one of them is 0.
         It is called once a second, and proposes a change again that is not decided in time."""
         with self._changed:
+            self._spare_one()
             if self._has_waited_for_majority():
                 self._cut_row()  # what training waits for will not come, and then it raises an error
             elif self._row and self._is_in_other_row(self._row):
@@ -180,6 +185,9 @@ class Job(Entering):
     def _serve_copies(self) -> None:
         """Overridden: new processes may need copies."""
 
+    def _spare_one(self) -> None:
+        """Overridden: a process may do more with a different shard."""
+
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def _receive(self, sender: int, message: Any) -> None:
@@ -198,6 +206,8 @@ class Job(Entering):
             self._orders.append(message)
         elif isinstance(message, Has):
             self._has[message.number, sender] = message
+        elif isinstance(message, Spared):
+            self._is_spared = True
         elif isinstance(message, RowValue):
             self._row_values[message.row, message.key] = message.value
         elif isinstance(message, Square):
@@ -235,6 +245,7 @@ class Job(Entering):
             self._times.setdefault("noticed", time.monotonic())
         self._followers.discard(process)
         self._fetching.discard(process)
+        self._coming.pop(process, None)
         self._after_agreement()
 
     def _suspect(self, process: int, why: str) -> None:

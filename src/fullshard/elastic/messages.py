@@ -70,6 +70,10 @@ class Welcome(NamedTuple):
     sources: tuple[int, ...]  # the members, those that have its shard first, and of these those without a row
 
 
+class Spared(NamedTuple):
+    """The first member asks the receiver, which stands by, to leave and to come back for a different shard."""
+
+
 class Fetch(NamedTuple):
     """A new process needs the state of its shard, and the gradients of the steps that follow."""
 

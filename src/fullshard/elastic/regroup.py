@@ -27,7 +27,7 @@ from fullshard.elastic.messages import RowValue
 from fullshard.elastic.rows import Row
 from fullshard.group.param_group import ParamGroup
 from fullshard.schedule.schedule import Schedule
-from fullshard.torch_private import init_fake_group, init_with_gloo, set_rank
+from fullshard.torch_private import forget_meshes, init_fake_group, init_with_gloo, set_rank
 from fullshard.watch.connections import connected_sockets
 from fullshard.wire_policy import EXACT
 
@@ -94,10 +94,15 @@ def use_shard(schedule: Schedule, rank: int) -> None:
         set_rank(group.data.mesh, rank)
         group.lay_out()
         for param in group.params:
-            shape = param.chunk_of(torch.empty(param.shape, device="meta")).shape
-            param.set_chunk(torch.zeros(shape, dtype=param.dtype, device=param.values.device))
+            if param.extends:  # its chunk is as large as the largest, see set_extension_chunk()
+                rows = param.rows[1] - param.rows[0]
+                param.set_chunk(param.values.new_zeros(param.cut.chunk_shape(0)).narrow(param.dim or 0, 0, rows))
+            else:
+                shape = param.chunk_of(torch.empty(param.shape, device="meta")).shape
+                param.set_chunk(torch.zeros(shape, dtype=param.dtype, device=param.values.device))
         group.rebuild()
     dist.destroy_process_group()
+    forget_meshes()
 
 
 class Regrouping(Job):

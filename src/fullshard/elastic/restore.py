@@ -7,6 +7,7 @@ Owns what happens to the model and the optimizer between steps. :mod:`fullshard.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -15,10 +16,10 @@ from typing import Any
 import torch
 
 from fullshard.elastic.copies import Copy, holder_of, outdated
-from fullshard.elastic.entry import ElasticError
+from fullshard.elastic.entry import PATIENCE, ElasticError
 from fullshard.elastic.gradients import KeptGradients
 from fullshard.elastic.job import RepeatStep
-from fullshard.elastic.messages import Fetch, ShardState
+from fullshard.elastic.messages import Fetch, ShardState, Spared
 from fullshard.elastic.regroup import Regrouping, use_shard
 from fullshard.elastic.rows import spare
 from fullshard.elastic.state import load_state, pack_state
@@ -133,40 +134,66 @@ class Restoring(Regrouping):
     def _make_kept(self) -> KeptGradients:
         raise NotImplementedError
 
+    def _is_settled(self) -> bool:
+        """Whether neither the members nor their shards are about to change, and the job is not about to end."""
+        agreement, now = self._agreement, time.monotonic()
+        if agreement.is_frozen or agreement.is_done or agreement.lacks_shard or self.step + 2 >= self._target:
+            return False
+        is_awaited = self._spared[0] == self._last_number and now < self._spared[1] + PATIENCE
+        return not (is_awaited or now < self._newcomer + PATIENCE or self._gone().intersection(agreement.members))
+
+    def _spare_one(self) -> None:
+        """Asks a process to come back with a different shard, if that is of use. The first member does so, because it
+        knows all that are new. It asks none that has the copy of a lost shard, and last those that have the copy of the
+        only process of a shard."""
+        if self._directory is None or not (self._is_first and self._is_settled()):
+            return
+        membership, members, coming = self._agreement.membership, self._agreement.members, [*self._coming.values()]
+        found = {*spare(membership.rows, members, coming, self.replicas, self.shards)}
+        found.difference_update(dict(membership.holders).values())
+        if found:
+            had, hosts = [*members.values(), *coming], {**self._connections.host_of, self.rank: host_id()}
+            alone = [each for each, shard in members.items() if had.count(shard) == 1]
+            holders = {holder_of(each, members, hosts) for each in alone}
+            process = max(found, key=lambda each: (each not in holders, each))
+            self._spared, self._is_spared = (self._last_number, time.monotonic()), process == self.rank
+            self._connections.send(process, Spared())
+
     def _is_spare(self) -> bool:
-        """Whether this process stands by, and another shard needs it more than its own does."""
+        """Whether this process may come back with a different shard now: it was asked to, and nobody needs it."""
         with self._changed:
-            agreement, membership, gone = self._agreement, self._agreement.membership, self._gone()
-            if self._directory is None or self.is_joining or self.has_left:
+            agreement, had = self._agreement, [*self._agreement.members.values()]
+            self._is_spared = self._is_spared and not (self.has_left or self._find_row())
+            if not self._is_spared or agreement.is_frozen or self._gone().intersection(agreement.members):
                 return False
-            if agreement.is_frozen or agreement.is_done or agreement.lacks_shard:
-                return False
-            coming = [shard for process, shard in self._coming.items() if process not in gone]
-            found = spare(membership.rows, membership.shard_of, coming, self.replicas, self.shards)
-            holders = {process for _, process in membership.holders}
-            return self.rank == next((process for process in reversed(found) if process not in holders), -1)
+            return had.count(self.shard) > 1 and not (self._followers or self._fetching or self._wanted)
 
     def _change_shard(self) -> None:
         """Leaves the job, and comes back as a new process: it is given the shard that the fewest have. If the job ends
         meanwhile, it has left. Called between steps."""
         assert self._schedule is not None
-        _log.info(
-            f"process {self.rank} stands by with shard {self.shard}, and leaves for one that fewer processes have"
-        )
+        assert self._directory is not None
+        _log.info(f"process {self.rank} stands by with shard {self.shard}, and leaves for one that fewer have")
         before = self.shard
         self._part()
         self._leave_row()
         self._forget()
-        if (found := self._find_job()) is None:
-            _log.warning("the job has ended before this process could come back with a different shard")
+        if (found := self._find_job(PATIENCE)) is not None:
+            self._join(*found)
+            self._optimizer.zero_grad()
+            if self.shard != before:
+                use_shard(self._schedule, self.shard)
+            self._kept = self._make_kept()
+            try:
+                self._fetch()
+            except ElasticError:
+                if not any(self._leaving.values()):
+                    raise
+                self.has_left = True
+        elif not self.has_left and [*self._directory.glob("[0-9]*.json")]:
+            raise ElasticError("no member of the job answers this process, which was to get a different shard")
+        else:
             self.has_left = True
-            return
-        self._join(*found)
-        self._optimizer.zero_grad()
-        if self.shard != before:
-            use_shard(self._schedule, self.shard)
-        self._kept = self._make_kept()
-        self._fetch()
 
     def _load(self, step: int, data: bytes) -> None:
         assert self._kept is not None

@@ -42,10 +42,9 @@ def shard_for(shard_of: Mapping[int, int], shards: int) -> int:
 
 def spare(
     rows: Sequence[Row], shard_of: Mapping[int, int], coming: Collection[int], replicas: int, shards: int
-) -> Sequence[int]:
-    """The processes in ``shard_of`` that would do more with a different shard, the newest one last: they stand by, and
-    a shard that a further row lacks has at least two processes less than theirs. ``coming`` are the shards of new
-    processes."""
+) -> list[int]:
+    """The processes in ``shard_of`` that would do more with a different shard: they stand by, and a shard that a
+    further row lacks has at least two processes less than theirs. ``coming`` are the shards of new processes."""
     had = [*shard_of.values(), *coming]
     fewest = min(map(had.count, range(shards)))
     placed = {process for row in rows for process in row}

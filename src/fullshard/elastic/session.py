@@ -78,7 +78,8 @@ class Elastic(LocalJob):
     and the random numbers belong to logical ranks. If a process ends, the rows that are whole also run the
     micro-batches of the others, one logical replica after another, and gradients are added in the order of the logical
     replicas. A process without a row stands by: it steps with the others, so that its shard lies on more processes. If
-    a shard has two processes less, one that stands by leaves and comes back as a new process, which gets that shard.
+    a further row lacks a shard, and that has two processes less than another, one that stands by with the other leaves
+    and comes back as a new process with the shard that the fewest have. This takes a ``directory``.
 
     Args:
         replicas: how many logical replicas there are; a divisor of the number of processes. A shard outlives
@@ -142,7 +143,8 @@ class Elastic(LocalJob):
             optimizer: of its parameters.
             micro_batches: how many each logical rank runs in a step.
             state: what else a new process must get, by name: objects with ``state_dict()`` and ``load_state_dict()``,
-                such as a learning-rate scheduler. They hold tensors and plain values only.
+                such as a learning-rate scheduler. They hold tensors and plain values only. A process that comes back
+                with a different shard loads them too, so tensors of a shard may have other shapes than before.
             local: lets replicas train apart for more than one step at a time; ``optimizer`` is the outer one then.
             copy_every: in steps, how often each process copies the state of its shard, and sends the copy to a process
                 that has a different shard, if possible on a different host. If all processes of a shard end, the job
@@ -255,9 +257,10 @@ class Elastic(LocalJob):
                 self._give_order(step)
             if (order := self._take_order(step)) is not None:
                 found.append(order)
-            if self._must_fetch() or self._is_spare():
+            is_over = bool(found) or self._has_ended(step)
+            if self._must_fetch() or (not is_over and self._is_spare()):
                 raise RepeatStep
-            return bool(found) or self._has_ended(step)
+            return is_over
 
         while not self._has_ended(step):  # else others may wait for this process before they form a row with it
             self.follow_membership()
