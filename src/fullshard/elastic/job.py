@@ -110,7 +110,7 @@ class Job(Entering):
         if self._directory is not None:
             (self._directory / f"{self.rank}.json").unlink(missing_ok=True)
         with self._changed:
-            for process in self._connections.addresses:  # one may yet need the norm of the last step
+            for process in [*self._connections.addresses]:  # one may yet need the norm of the last step
                 for message in (*self._squares.values(), Leaving(self._is_done, self.step)):
                     self._connections.send(process, message)
             self._opened = None
