@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import struct
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.elastic.connections import HANGS, SILENT, Connections, ask, host_address
+from fullshard.elastic.connections import HANGS, SILENT, Connections, _socket_of, ask, host_address
 
 KEY = b"key"
 
@@ -58,12 +59,12 @@ def test_messages_come_in_order_and_the_end_after_the_last() -> None:
 def break_connection(process: End, other: int, is_reset: bool = False) -> None:
     """Ends a connection as the network may: neither of the two processes says goodbye. If it is reset, what is under
     way to the other process may be lost."""
-    with socket.socket(fileno=process._of[other].fileno()) as broken:
+    with _socket_of(process._of[other]) as broken, open(os.devnull, "r+b", buffering=0) as nothing:
         if is_reset:
             broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            os.dup2(nothing.fileno(), broken.fileno())  # the number is still that of the connection
         else:
             broken.shutdown(socket.SHUT_RDWR)
-            broken.detach()
 
 
 def test_the_network_may_break_a_connection_with_another_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,9 @@ class LocalJob(Restoring):
         """The key of a replica's gradients: in rounds its row, because rows may change their order in a round."""
         return order.replica if self._local is None else order.row
 
+    def _key_of(self, order: RunOrder) -> Replica:
+        return self._kept_as(order) if order.replica >= 0 else -1
+
     def _tell(self, kept: Kept) -> None:
         super()._tell(kept)
         if self._local is not None:
@@ -222,26 +225,16 @@ class LocalJob(Restoring):
                 self._look_whether_complete()
 
     def _send_order(self, order: RunOrder) -> None:
-        self._ordered.add((order.step, self._kept_as(order)))
+        self._ordered.add((order.step, self._key_of(order)))
         self._orders.append(order)
         for process in order.row[1:]:
             self._connections.send(process, order)
-
-    def _give_order_of_round(self, step: int) -> None:
-        """Tells the processes of this row to run its replica, or that the round counts already. Each round has one such
-        order, so that no process skips a round in which another process of the row waits for it."""
-        row, rows, agreement = self._row, self._agreement.membership.rows, self._agreement
-        if (step, row) not in self._ordered:
-            if self._counts(step):
-                self._send_order(RunOrder(row, step, -1, len(rows)))
-            elif agreement.step == step and not agreement.is_frozen:
-                self._send_order(RunOrder(row, step, rows.index(row), len(rows)))
 
     def _take_order(self, step: int) -> RunOrder | None:
         order = next((each for each in self._orders if (each.row, each.step) == (self._row, step)), None)
         if order is not None:
             self._orders.remove(order)
-            self._ordered.add((step, self._kept_as(order)))
+            self._ordered.add((step, self._key_of(order)))
         if order is None or order.replica < 0:
             self._wait_in_round(step)
             return None
@@ -250,11 +243,9 @@ class LocalJob(Restoring):
     def _has_ended(self, step: int) -> bool:
         """Whether a step counts, and this process expects no more orders for it from the first process of its row."""
         with self._changed:
-            if self._local is None or not self._counts(step):
-                return self._counts(step)
             row = self._find_row()
             is_later = not row or self._agreement.row_from[row] > step
-            return is_later or (row == self._row and (step, row) in self._ordered)
+            return self._counts(step) and (is_later or (row == self._row and (step, -1) in self._ordered))
 
     def _goes_on(self, order: RunOrder, number: int) -> bool:
         """Whether the row runs the next micro-batch, as its first process says: all of them, or none."""

@@ -9,11 +9,11 @@ from fullshard.elastic.rows import Row
 
 
 class RunOrder(NamedTuple):
-    """The first process of a row tells the others to run one of several replicas."""
+    """The first process of a row tells the others to run one of several replicas, or no more in a step."""
 
     row: Row
     step: int
-    replica: int  # -1: none, because the round counts
+    replica: int  # -1: none, because the step counts
     replicas: int
 
 

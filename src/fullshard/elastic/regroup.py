@@ -6,6 +6,7 @@ process group, and what becomes of one that lost a process.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,19 +38,28 @@ _CONNECTING = timedelta(seconds=10)  # in which processes of a row connect, once
 class RowStore(dist.Store):  # type: ignore[name-defined]
     """The store of a row: values travel over the connections of the job, so that no wait outlives a process."""
 
-    def __init__(self, set_value: Callable[[str, bytes], None], get_value: Callable[[str], bytes]) -> None:
+    def __init__(
+        self,
+        set_value: Callable[[str, bytes], None],
+        get_value: Callable[[str, float], bytes],
+        has_value: Callable[[str], bool],
+    ) -> None:
         super().__init__()
-        self._set_value, self._get_value = set_value, get_value
+        self._set_value, self._get_value, self._has_value = set_value, get_value, has_value
+        self.is_connected = False  # until then processes wait for each other, however long
 
     def set(self, key: str, value: bytes | str) -> None:
         self._set_value(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        return self._get_value(key)
+        return self._get_value(key, math.inf)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(map(self._has_value, keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
-            self._get_value(key)
+            self._get_value(key, timeout.total_seconds() if timeout and self.is_connected else math.inf)
 
 
 def problem_of(group: ParamGroup) -> str:
@@ -136,10 +146,13 @@ class Regrouping(Job):
 
     def _enter_row(self, row: Row) -> None:
         before = {ends for _, ends in connected_sockets()}
-        store = RowStore(partial(self._set_value, row), partial(self._get_value, row))
+        # It is kept, because torch does not keep what is written in Python of a store.
+        access = partial(self._set_value, row), partial(self._get_value, row), partial(self._has_value, row)
+        store = self._store = RowStore(*access)
         assert self._schedule is not None
         kinds = {group.device.type for group in self._schedule.groups}
         init_with_gloo(store, self.shard, self.shards, _CONNECTING, kinds)
+        store.is_connected = True
         self._row_connections = {ends for _, ends in connected_sockets()} - before
         use_process_group(self._schedule, dist.group.WORLD, self.step, is_first=self._number == 0)
 
@@ -153,14 +166,21 @@ class Regrouping(Job):
         """Whether a row no longer exists, or one of its processes has ended or does not answer."""
         return self._is_in_other_row(row) or not self._gone().isdisjoint(row)
 
-    def _get_value(self, row: Row, key: str) -> bytes:
-        """Waits for a value. Raises RuntimeError if the row is broken first."""
-        values = self._row_values
+    def _has_value(self, row: Row, key: str) -> bool:
+        return (row, key) in self._row_values
+
+    def _get_value(self, row: Row, key: str, patience: float = math.inf) -> bytes:
+        """Waits for a value. Raises RuntimeError if the row is broken first, or after ``patience`` seconds."""
+        deadline = time.monotonic() + patience
+
+        def is_known() -> bool:
+            return self._has_value(row, key) or self._is_broken(row) or time.monotonic() > deadline
+
         with self._changed:
-            self.wait_for(lambda: (row, key) in values or self._is_broken(row), "its row")
-            if (row, key) not in values:
-                raise RuntimeError(f"a process of row {row} has ended")
-            return values[row, key]
+            self.wait_for(is_known, "its row")
+            if not self._has_value(row, key):
+                raise RuntimeError(f"a process of row {row} has ended, or has not answered in time")
+            return self._row_values[row, key]
 
     def survives(self, error: BaseException, has_stepped: bool) -> bool:
         """Whether an error in a step says that a process was lost, and the job goes on without that process."""

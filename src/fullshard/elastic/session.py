@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -271,27 +271,34 @@ class Elastic(LocalJob):
         return None
 
     def _give_order(self, step: int) -> None:
-        """Tells the processes of this row which logical replicas to run, if that is not done."""
-        membership, row, kept = self._agreement.membership, self._row, self._kept
-        assert kept is not None
-        if self._local is not None:
-            self._give_order_of_round(step)
-            return
+        """Tells the processes of this row what to run next, if nothing is left to run: a replica, or no more because
+        the step counts. All of them run it, so that none waits for one that knows already that the step counts."""
+        replicas = self.replicas if self._local is None else len(self._agreement.membership.rows)
+        for replica in self._replicas_to_run(step):
+            order = RunOrder(self._row, step, replica, replicas)
+            if not self._orders and (step, self._key_of(order)) not in self._ordered:
+                self._send_order(order)
+
+    def _replicas_to_run(self, step: int) -> Sequence[int]:
+        """The logical replicas that this row is to run in a step; -1 if it counts."""
+        membership, row = self._agreement.membership, self._row
+        if self._counts(step):
+            return [-1]
         if self._agreement.step != step or self._agreement.is_frozen:
-            return
-        mine = replicas_of(membership.rows.index(row), len(membership.rows), self.replicas)
+            return []
+        if self._local is not None:
+            return [membership.rows.index(row)]
         everywhere: set[Replica] = set()
         if membership.number and membership.step == step:
             of_shards: list[set[Replica]] = [set() for _ in range(self.shards)]
             for process, shard in membership.shards:
                 if (has := self._has.get((membership.number, process))) is None:
-                    return
+                    return []
                 of_shards[shard].update(has.replicas)
             # A member that has them tells those of its shard. Else the others of this row may not run what they get.
             everywhere = set.intersection(*of_shards)
-        for replica in mine:
-            if replica not in everywhere and (step, replica) not in self._ordered:
-                self._send_order(RunOrder(row, step, replica, self.replicas))
+        mine = replicas_of(membership.rows.index(row), len(membership.rows), self.replicas)
+        return [replica for replica in mine if replica not in everywhere]
 
     def run(self, order: RunOrder) -> Iterator[MicroBatch]:
         """The micro-batches of a replica, whose gradients are kept after the last one."""
