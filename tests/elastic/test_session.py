@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,10 @@ from torch import nn
 
 from fullshard import fully_shard, log_metrics
 from fullshard.comm import select
+from fullshard.comm.process_group import exchange_in_store
 from fullshard.elastic import Elastic
+from fullshard.elastic.messages import RunOrder
+from fullshard.torch_private import default_store
 from tests.elastic.__main__ import complaints, random_job, undisturbed
 from tests.elastic.jobs import Job, run
 
@@ -132,6 +137,41 @@ def test_one_process_trains_as_without_a_job(alone: Elastic) -> None:
         other.step()
     assert torch.equal(model.weight.full_tensor(), plain.weight)  # type: ignore[operator]
     assert alone.step == 3
+
+
+def test_a_row_is_told_that_a_step_counts_and_no_process_ends_the_step_before(
+    alone: Elastic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a process that knows it early would begin the next step, and its peers would run this one against it."""
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer, told = torch.optim.SGD(model.parameters(), 0.1), list[tuple[int, int, bool]]()
+    alone.begin(model, optimizer)
+    send = alone._send_order
+
+    def note(order: RunOrder) -> None:
+        told.append((order.step, order.replica, alone._has_ended(order.step)))
+        send(order)
+
+    monkeypatch.setattr(alone, "_send_order", note)
+    for step in alone.steps(2):
+        with step:
+            for _ in step:
+                model(torch.ones(2, 4)).sum().backward()
+            assert alone._has_ended(step.number)
+            optimizer.step()
+    assert told == [(step, replica, False) for step in (0, 1) for replica in (0, -1)]
+
+
+def test_ranks_may_ask_the_store_of_their_row(alone: Elastic) -> None:
+    """What a comparison of ranks tells about a difference goes through it."""
+    model = fully_shard(nn.Linear(4, 4))
+    alone.begin(model, torch.optim.SGD(model.parameters(), 0.1))
+    gc.collect()
+    assert exchange_in_store(["here"], "key", dist.group.WORLD) == {0: ["here"]}
+    store = default_store()
+    assert not store.check(["another"])
+    with pytest.raises(RuntimeError, match="has not answered in time"):
+        store.wait(["another"], timedelta(seconds=0.2))
 
 
 def test_what_cannot_be_right_is_refused(alone: Elastic) -> None:
