@@ -89,7 +89,7 @@ def test_the_first_member_spares_a_process_once_and_when_all_is_settled(
     monkeypatch.setattr(job._connections, "send", lambda process, _: asked.append(process))
 
     def spared() -> list[int]:
-        job._spared = -1, 0.0
+        job._spared = -1, -1, -1, 0.0
         asked.clear()
         job._spare_one()
         return asked[:]
@@ -129,7 +129,14 @@ def test_a_process_leaves_its_shard_only_while_nobody_needs_it(
     assert not job._is_spare()
     job._receive(1, Spared())
     assert job._is_spare()
-    for name, value in (("lost", {2}), ("state", Stage.FROZEN), ("membership", membership._replace(shards=((0, 0),)))):
+    alone, holding = membership._replace(shards=((0, 0),)), membership._replace(holders=((1, 0),))
+    for name, value in (
+        ("lost", {2}),
+        ("state", Stage.FROZEN),
+        ("membership", alone),
+        ("membership", holding),
+        ("membership", membership._replace(rows=((0, 1),))),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(job._agreement, name, value)
             assert not job._is_spare(), name
@@ -137,10 +144,35 @@ def test_a_process_leaves_its_shard_only_while_nobody_needs_it(
         with monkeypatch.context() as patch:
             patch.setattr(job, name, {4: 0})
             assert not job._is_spare(), name
-    job._agreement.membership = membership._replace(rows=((0, 1),))
-    assert not job._is_spare(), "it is in a row again"
-    job._agreement.membership = membership
-    assert not job._is_spare(), "so it stays"
+    job._agreement.membership = membership._replace(number=1)
+    job._after_agreement()
+    assert not job._is_spare(), "it was asked under the membership before"
+    job._connections.close()
+
+
+def test_a_process_enters_no_row_before_its_step(
+    tmp_path: Path, launched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its other process may yet need something of this one in the step before."""
+    job, entered = Restoring(1, 0, tmp_path), list[tuple[int, ...]]()
+    monkeypatch.setattr(job, "_enter_row", entered.append)
+    job._row, job._agreement = (0, 9), Agreement(0, 2, 2, Membership(0, 4, ((0, 0), (1, 1)), ((0, 1),)))
+    job.follow_membership(3)
+    assert (job._row, entered) == ((), [])
+    job.follow_membership(4)
+    assert (job._row, entered) == ((0, 1), [(0, 1)])
+    job._connections.close()
+
+
+def test_processes_that_live_and_cannot_connect_say_so(
+    tmp_path: Path, launched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Restoring(1, 0, tmp_path)
+    monkeypatch.setattr("fullshard.elastic.regroup.PATIENCE", 0.1)
+    monkeypatch.setattr(job, "_enter_row", lambda _: (_ for _ in ()).throw(RuntimeError("refused")))
+    job._row, job._agreement = (0, 9), Agreement(0, 2, 2, Membership(0, 4, ((0, 0), (1, 1)), ((0, 1),)))
+    with pytest.raises(ElasticError, match=r"process 0 could not connect with \(0, 1\): refused"):
+        job.follow_membership(4)
     job._connections.close()
 
 

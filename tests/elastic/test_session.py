@@ -102,6 +102,15 @@ def test_a_process_joins_and_one_leaves() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["p2p", "collective"])
+def test_a_process_may_be_later_than_connecting_may_take(transport: str) -> None:
+    job = Job(2, 1, 3, {1: [(1, "backward 0", "12")]}, transport=transport)
+    result = run(job)
+    assert complaints(job, result) == []
+    assert result.statuses == [0, 0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["", "p2p", "collective"])
 def test_a_stopped_process_is_left_out(transport: str) -> None:
     job = Job(faults={2: [(2, "forward 1", "SIGSTOP")]}, transport=transport, silence=4.0)
@@ -160,6 +169,7 @@ def test_a_row_is_told_that_a_step_counts_and_no_process_ends_the_step_before(
             assert alone._has_ended(step.number)
             optimizer.step()
     assert told == [(step, replica, False) for step in (0, 1) for replica in (0, -1)]
+    assert not alone._ordered, "else it grows for ever"
 
 
 def test_ranks_may_ask_the_store_of_their_row(alone: Elastic) -> None:

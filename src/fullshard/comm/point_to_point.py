@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import repeat, zip_longest
 from typing import Any
 
@@ -33,7 +34,7 @@ from fullshard.comm.sums import PieceRoute, Sum, blocks
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Shards, Transport
 from fullshard.comm.waits import WAITS, Wait, lost
 from fullshard.device import CPU, Pending
-from fullshard.torch_private import foreach_copy
+from fullshard.torch_private import foreach_copy, timeout_of
 
 #: Bytes of staging for what an exchange receives from all ranks. More is not faster, 2 MiB take half more CPU.
 STAGING = 8 * 2**20
@@ -137,7 +138,7 @@ class _Exchange:
             WAITS.count += 1
             try:
                 for work, peer in self.works[index]:  # noqa: B007 - for the error
-                    work.wait()
+                    work.wait(self.route.timeout)
             except RuntimeError as error:
                 raise lost(self.route.wait, error, peer) from error
             finally:
@@ -211,6 +212,8 @@ class _MessageRoute(PieceRoute):
         what = "a point-to-point " + ("all-gather" if self.gathers else "reduce-scatter")
         self.wait = Wait(what, process_group, tag, self.gathers)
         self.tag = _message_tag(self.wait)
+        #: In which a message must come. A wait without it has the one in which processes connected.
+        self.timeout = timedelta(seconds=timeout_of(process_group))
         plans = vectors(self.plans)
         #: The first sender, if its large pieces are received in the shard, where the sum will be; -1 if none are.
         self.first = -1 if self.gathers or self.scratch else min(self.senders, default=-1)

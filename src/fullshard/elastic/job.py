@@ -82,8 +82,9 @@ class Job(Entering):
         """Begins without news of other processes."""
         self._frozen_since = math.inf  # while the agreement is frozen
         self._coming = {}
-        self._spared = -1, -math.inf  # the last process that this one has spared: how many were new then, and when
-        self._is_spared = False  # whether this process is
+        #: The last process that was spared, under which membership, how many were new, and until when it is awaited.
+        self._spared = -1, -1, -1, -math.inf
+        self._is_spared = False  # whether this process is, under this membership
         self._made = 0  # how many steps a process had made that left
         self._times: dict[str, float] = {}  # when a change was noticed and agreed, and this process in its new row
         self._first = 0  # the step from which on this process is a member
@@ -286,7 +287,7 @@ class Job(Entering):
         self._frozen_since = min(self._frozen_since, now) if self._agreement.is_frozen else math.inf
         if self._number == membership.number:
             return
-        self._number = membership.number
+        self._number, self._is_spared = membership.number, False
         self._coming = {each: shard for each, shard in self._coming.items() if each not in membership.shard_of}
         if membership.joined:
             self._drop_followers()

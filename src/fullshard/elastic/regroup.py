@@ -22,7 +22,7 @@ from fullshard.comm.hosts import HostsTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.select import select_transport
 from fullshard.comm.waits import PeerFailureError
-from fullshard.elastic.entry import PATIENCE
+from fullshard.elastic.entry import PATIENCE, ElasticError
 from fullshard.elastic.job import Job, RepeatStep
 from fullshard.elastic.messages import RowValue
 from fullshard.elastic.rows import Row
@@ -118,20 +118,41 @@ def use_shard(schedule: Schedule, rank: int) -> None:
 class Regrouping(Job):
     """A job whose processes change their rows."""
 
-    def follow_membership(self) -> None:
-        """Makes the process group of the row that this process is in now, if that has changed."""
-        while (row := self._find_row()) != self._row:
+    def _row_in(self, step: int) -> Row:
+        """The row in which this process is to run a step, if it has one: others may wait for it in the steps before."""
+        with self._changed:
+            row = self._find_row()
+            return row if row and self._agreement.row_from[row] <= step else ()
+
+    def follow_membership(self, step: int) -> None:
+        """Makes the process group of the row in which this process is to run a step, if that has changed."""
+        while (row := self._row_in(step)) != self._row:
             self._leave_row()
             if self._agreement.goes_back:  # processes of a row connect only once
                 raise RepeatStep
-            with suppress(RuntimeError):  # a process of the row has ended meanwhile: the next membership says so
+            try:
                 if row:
                     self._enter_row(row)
                     self._row = row
                 self._times["joined"] = time.monotonic()
                 return
-            with self._changed:
-                self.wait_for(partial(self._is_in_other_row, row), "a membership without a lost process")
+            except ElasticError:
+                raise
+            except RuntimeError as error:  # a process of the row has ended meanwhile: the next membership says so
+                if not self._finds_other_row(row):
+                    raise ElasticError(f"process {self.rank} could not connect with {row}: {error}") from error
+
+    def _finds_other_row(self, row: Row) -> bool:
+        """Waits for a membership without a process of ``row`` that is lost. Returns whether there is one."""
+        deadline = time.monotonic() + PATIENCE
+
+        def is_known() -> bool:  # while a change is under way, wait_for() says what it lacks
+            late = time.monotonic() > deadline and not self._agreement.is_frozen
+            return self._is_in_other_row(row) or late
+
+        with self._changed:
+            self.wait_for(is_known, "news of a lost process")
+            return self._is_in_other_row(row)
 
     def _leave_row(self) -> None:
         self._row = ()
@@ -189,15 +210,7 @@ class Regrouping(Job):
         is_loss = isinstance(error, PeerFailureError) or (isinstance(error, RuntimeError) and comes_from_backend(error))
         if not is_loss or has_stepped:
             return False
-        row, deadline = self._row, time.monotonic() + PATIENCE
-
-        def is_known() -> bool:  # while a change is under way, wait_for() says what it lacks
-            late = time.monotonic() > deadline and not self._agreement.is_frozen
-            return self._is_in_other_row(row) or late
-
-        with self._changed:
-            self.wait_for(is_known, "news of a lost process")
-        if not self._is_in_other_row(row):
+        if not self._finds_other_row(self._row):
             return False
         self._leave_row()
         return True

@@ -52,7 +52,7 @@ class Restoring(Regrouping):
 
         Ranks: all, after the same steps.
         """
-        key, row = f"save {self.step} {self._counted}", self._row
+        key, row = f"save {self.step}", self._row
         try:
             if row and row[0] == self.rank:
                 self._set_value(row, key, b"yes" if self._agreement.membership.rows[:1] == (row,) else b"")
@@ -86,7 +86,7 @@ class Restoring(Regrouping):
     def _begin_in_row(self, load: Callable[[], Any] | None) -> None:
         """Makes the process group of this row, whose processes load a checkpoint."""
         with suppress(RepeatStep):  # the job has gone back: the first step says so
-            self.follow_membership()
+            self.follow_membership(self.step)
         if load is None:
             return
         if not self._row:
@@ -136,11 +136,13 @@ class Restoring(Regrouping):
 
     def _is_settled(self) -> bool:
         """Whether neither the members nor their shards are about to change, and the job is not about to end."""
-        agreement, now = self._agreement, time.monotonic()
+        agreement, members, now = self._agreement, self._agreement.members, time.monotonic()
         if agreement.is_frozen or agreement.is_done or agreement.lacks_shard or self.step + 2 >= self._target:
             return False
-        is_awaited = self._spared[0] == self._last_number and now < self._spared[1] + PATIENCE
-        return not (is_awaited or now < self._newcomer + PATIENCE or self._gone().intersection(agreement.members))
+        process, number, last_number, deadline = self._spared
+        is_under_way = process not in members or number == agreement.membership.number
+        is_awaited = is_under_way and last_number == self._last_number and now < deadline
+        return not (is_awaited or now < self._newcomer + PATIENCE or self._gone().intersection(members))
 
     def _spare_one(self) -> None:
         """Asks a process to come back with a different shard, if that is of use. The first member does so, because it
@@ -156,17 +158,20 @@ class Restoring(Regrouping):
             alone = [each for each, shard in members.items() if had.count(shard) == 1]
             holders = {holder_of(each, members, hosts) for each in alone}
             process = max(found, key=lambda each: (each not in holders, each))
-            self._spared, self._is_spared = (self._last_number, time.monotonic()), process == self.rank
+            self._spared = process, membership.number, self._last_number, time.monotonic() + PATIENCE
+            self._is_spared = process == self.rank
             self._connections.send(process, Spared())
 
     def _is_spare(self) -> bool:
         """Whether this process may come back with a different shard now: it was asked to, and nobody needs it."""
         with self._changed:
-            agreement, had = self._agreement, [*self._agreement.members.values()]
-            self._is_spared = self._is_spared and not (self.has_left or self._find_row())
-            if not self._is_spared or agreement.is_frozen or self._gone().intersection(agreement.members):
+            agreement, members = self._agreement, self._agreement.members
+            if not self._is_spared or self.has_left or self._find_row() or agreement.is_frozen:
                 return False
-            return had.count(self.shard) > 1 and not (self._followers or self._fetching or self._wanted)
+            if self._gone().intersection(members) or [*members.values()].count(self.shard) < 2:
+                return False
+            holds_lost = self.rank in dict(agreement.membership.holders).values()
+            return not (holds_lost or self._followers or self._fetching or self._wanted)
 
     def _change_shard(self) -> None:
         """Leaves the job, and comes back as a new process: it is given the shard that the fewest have. If the job ends

@@ -251,7 +251,7 @@ class Elastic(LocalJob):
         found: list[RunOrder] = []
 
         def is_known() -> bool:
-            if self._is_in_other_row(self._row):
+            if self._row_in(step) != self._row:
                 return True
             if self._row and self._row[0] == self.rank:
                 self._give_order(step)
@@ -263,7 +263,7 @@ class Elastic(LocalJob):
             return is_over
 
         while not self._has_ended(step):  # else others may wait for this process before they form a row with it
-            self.follow_membership()
+            self.follow_membership(step)
             with self._changed:
                 self.wait_for(is_known, f"the gradients of step {step}")
                 if found:
@@ -360,6 +360,7 @@ class Elastic(LocalJob):
                 self._agreement.follow(self.step)
                 self._ask_to_be_member()
             self._kept.forget(step)
+            self._ordered = {key for key in self._ordered if key[0] > step}
             self._agreement.chosen.pop(step, None)
             self._squares = {key: value for key, value in self._squares.items() if key[0] >= step}
             self._look_whether_complete()
