@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import tracemalloc
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm import process_group
-from fullshard.comm.process_group import gather_objects
+from fullshard.comm.process_group import gather_objects, wait_for_message
 from tests.harness import World, ranks
 
 
@@ -21,6 +23,21 @@ def test_objects_of_every_size_arrive_whole_and_in_order(world: World) -> None:
         for largest in range(world.size):
             said = [rank * b"\0" + bytes(size if rank == largest else 7 * rank) for rank in range(world.size)]
             assert gather_objects(said[world.rank], None) == said
+
+
+@ranks(2)
+def test_a_message_has_the_timeout_that_its_process_group_was_given_last(world: World) -> None:
+    """A wait of gloo by itself has the one with which processes connected."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=30))  # type: ignore[union-attr]
+    values = torch.full((2,), float(world.rank))
+    if world.rank == 1:
+        time.sleep(1.5)
+        dist.send(values, group=group, group_dst=0)
+    else:
+        wait_for_message(dist.irecv(values, group=group, group_src=1), group)
+        assert values.tolist() == [1.0, 1.0]
+    dist.destroy_process_group(group)
 
 
 class Long:

@@ -33,6 +33,7 @@ from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
 from fullshard.checkpoint.replicas import Hosts, mark_at, training_of
 from fullshard.checkpoint.storage import storage_of
+from fullshard.comm.process_group import wait_for_message
 from fullshard.comm.waits import waiting
 from fullshard.disk.file import bytes_of
 from fullshard.platforms import read_at
@@ -104,19 +105,20 @@ class Replica:
             raise
         finally:
             if agreed:
-                end = torch.tensor([_END, 0, 0])
+                end = torch.tensor([_END, 0, 0, self.ranks.rank])
                 with waiting("the other ranks to finish reading", self.ranks.group):
                     dist.send(end, group=self.ranks.group, group_dst=(self.ranks.rank + 1) % self.ranks.size, tag=ASK)
                     thread.join()
 
     def ask(self, holder: int, name: str, start: int, block: memoryview) -> None:
         """Fills ``block`` with bytes of a file that another rank has."""
-        request = torch.tensor([sorted(self.holders).index(name), start, len(block)])
+        request = torch.tensor([sorted(self.holders).index(name), start, len(block), self.ranks.rank])
         answer = torch.empty(len(block) + 1, dtype=torch.uint8)
         try:
             with waiting("another rank's part of a checkpoint", self.ranks.group):
                 dist.send(request, group=self.ranks.group, group_dst=holder, tag=ASK)
-                dist.recv(answer, group=self.ranks.group, group_src=holder, tag=_ANSWER)
+                work = dist.irecv(answer, group=self.ranks.group, group_src=holder, tag=_ANSWER)
+                wait_for_message(work, self.ranks.group)
         except RuntimeError as error:
             raise self.ranks.lost(error) from error
         if answer[-1]:
@@ -124,11 +126,11 @@ class Replica:
         block[:] = bytes_of(answer)[:-1]
 
     def _serve(self) -> None:
-        names, request = sorted(self.holders), torch.empty(3, dtype=torch.int64)
+        names, request = sorted(self.holders), torch.empty(4, dtype=torch.int64)
         with contextlib.suppress(RuntimeError):  # a rank is lost: the other ranks notice when they wait for it
             while True:
-                requester = dist.recv(request, group=self.ranks.group, tag=ASK)
-                number, start, length = request.tolist()
+                wait_for_message(dist.irecv(request, group=self.ranks.group, tag=ASK), self.ranks.group)
+                number, start, length, requester = request.tolist()
                 if number == _END:
                     return
                 answer = torch.zeros(length + 1, dtype=torch.uint8)
@@ -137,7 +139,7 @@ class Replica:
                         answer[-1] = read_at(file.fileno(), bytes_of(answer)[:-1], start) != length
                 except (OSError, CorruptCheckpointError):
                     answer[-1] = 1
-                dist.send(answer, dst=requester, group=self.ranks.group, tag=_ANSWER)
+                dist.send(answer, group=self.ranks.group, group_dst=requester, tag=_ANSWER)
 
 
 class _Near(Checkpoint):

@@ -36,6 +36,7 @@ from fullshard.checkpoint.manifest import MANIFEST, Location, StoredFile, entry_
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.reader import list_checkpoints
 from fullshard.checkpoint.storage import files_of, storage_of
+from fullshard.comm.process_group import wait_for_message
 from fullshard.comm.waits import waiting
 from fullshard.disk.file import bytes_of
 from fullshard.platforms import boot_id
@@ -120,7 +121,7 @@ class Hosts:
                         works.append(dist.irecv(part, group=group, group_src=copy.rank, tag=_TAG))
                         incoming.append((copy, part))
                 for work in works:
-                    work.wait()  # type: ignore[union-attr]
+                    wait_for_message(work, group)
             for copy, part in incoming:
                 copy.write(part)
         for copy in copies:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fullshard.comm.backends import backends_of
 from fullshard.comm.waits import Wait, waiting
-from fullshard.torch_private import all_gather_single, default_store
+from fullshard.torch_private import all_gather_single, default_store, timeout_of
 
 _SMALL, _LENGTH = 248, 8  # bytes of an object that travel with its length, and bytes of that length
 _PATIENCE = 5  # seconds for which ranks wait for one another in the store
@@ -58,6 +58,13 @@ class StartedAllGather:
         with waiting(*self._wait):
             self._work.wait()
         return self._every
+
+
+def wait_for_message(work: dist.Work | None, process_group: dist.ProcessGroup | None) -> None:
+    """Waits for a message within the timeout of the process group. By itself gloo takes the one with which processes
+    connected, whatever was set since."""
+    assert work is not None
+    work.wait(timedelta(seconds=timeout_of(process_group or dist.group.WORLD)))
 
 
 def gather_objects(mine: Any, process_group: dist.ProcessGroup | None) -> list[Any]:
