@@ -19,6 +19,7 @@ from fullshard import fully_shard, log_metrics
 from fullshard.comm import select
 from fullshard.comm.process_group import exchange_in_store
 from fullshard.elastic import Elastic
+from fullshard.elastic.job import RepeatStep
 from fullshard.elastic.messages import RunOrder
 from fullshard.torch_private import default_store
 from tests.elastic.__main__ import complaints, random_job, undisturbed
@@ -170,6 +171,21 @@ def test_a_row_is_told_that_a_step_counts_and_no_process_ends_the_step_before(
             optimizer.step()
     assert told == [(step, replica, False) for step in (0, 1) for replica in (0, -1)]
     assert not alone._ordered, "else it grows for ever"
+
+
+def test_gradients_of_an_aborted_process_group_are_not_kept(alone: Elastic) -> None:
+    """NCCL's collectives end when it is aborted, with whatever their outputs are then."""
+    model = fully_shard(nn.Linear(4, 4))
+    alone.begin(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert alone._kept is not None
+    for is_aborted in (True, False):
+        running = alone.run(RunOrder((0,), 0, 0, 1))
+        next(running)
+        model(torch.ones(2, 4)).sum().backward()
+        alone._aborted = dist.group.WORLD if is_aborted else None
+        with pytest.raises(RepeatStep if is_aborted else StopIteration):
+            next(running)
+        assert alone._kept.has_all(0, [0]) is not is_aborted
 
 
 def test_ranks_may_ask_the_store_of_their_row(alone: Elastic) -> None:

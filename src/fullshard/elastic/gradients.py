@@ -91,6 +91,10 @@ class KeptGradients:
             view.copy_(buffer)
         return self._note(step, replica, memory, present)
 
+    def drop(self, step: int, replica: Replica) -> None:
+        """Takes back what was kept, before others were told."""
+        del self._of[step, replica]
+
     def tell_again(self, step: int) -> list[Kept]:
         """What is here of a step, in memory of this process: others may have lost the process that had it."""
         told = []

@@ -312,9 +312,14 @@ class Elastic(LocalJob):
             self._seed(step, rank, number)
             yield MicroBatch(step, number, rank, size, (number + 1) % self.micro_batches == 0)
         with self._changed:
-            if self._agreement.goes_back:
+            key = self._kept_as(order)
+            if self._agreement.goes_back or kept.has_all(step, [key]):
                 return
-            self._tell(kept.keep(step, self._kept_as(order)))
+            told = kept.keep(step, key)  # waits for the device
+            if self._aborted is dist.group.WORLD:  # what it has computed since is anything
+                kept.drop(step, key)
+                raise RepeatStep
+            self._tell(told)
             self._look_whether_complete()
 
     def _seed(self, *of: int) -> None:
