@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from fullshard.elastic.agreement import Agreement, Membership, Stage
 from fullshard.elastic.entry import ElasticError
-from fullshard.elastic.messages import Followed, ShardState, Spared
+from fullshard.elastic.messages import Candidate, Followed, ShardState, Spared
 from fullshard.elastic.restore import Restoring
 from fullshard.platforms import host_id
 from tests.elastic.__main__ import complaints, undisturbed
@@ -244,3 +245,20 @@ def test_a_job_goes_on_from_a_checkpoint_though_a_process_ended_while_it_was_sav
     assert second.digests(6) == undisturbed(2, 2, 6).digests(6)
     assert {each["step"] for one in second.said for each in one if "step" in each} == {4, 5, 6}
     assert sorted(each.name for each in tmp_path.glob("step-*")) == ["step-00000004", "step-00000006"]
+
+
+def test_a_new_process_becomes_no_member_before_every_member_can_tell_it_so(tmp_path: Path, launched: None) -> None:
+    """One that came while the network was cut waits until it has a connection, or the members behind the cut end."""
+    job = Restoring(1, 0, tmp_path)
+    job.shards, job._agreement = 2, Agreement(0, 2, 2, Membership(0, 3, ((0, 0), (1, 1)), ((0, 1),)))
+    asks = partial(Candidate, 0, 0, True)
+    job._receive(5, asks(frozenset({0})))
+    assert not job._agreement.candidates
+    job._receive(5, asks(frozenset({0, 1})))
+    assert job._agreement.candidates == {5: 0}
+    job._receive(6, asks(frozenset({0})))
+    assert job._agreement.candidates == {5: 0}
+    job._agreement.lost.add(1)
+    job._receive(6, asks(frozenset({0})))
+    assert job._agreement.candidates == {5: 0, 6: 0}
+    job._connections.close()

@@ -198,6 +198,8 @@ class Connections:
             self._start(self._read, "read", process, connection)
             self._writers.append(self._start(self._write, "write", connection, outgoing))
             self._changed.notify_all()
+        if process in self.suspected:  # it did not answer at first
+            self._on_silence(process, "")
 
     def _read(self, process: int, connection: Connection) -> None:
         said_goodbye = is_read = False

@@ -177,8 +177,9 @@ class Job(Entering):
 
     def _ask_to_be_member(self) -> None:
         if self.is_joining and self.step not in self._followed:
-            for process in [*self._connections.addresses]:  # others connect meanwhile
-                self._connections.send(process, Candidate(self.shard, self._back, not self._has_copy))
+            reached = frozenset(self._connections.addresses)
+            for process in reached:
+                self._connections.send(process, Candidate(self.shard, self._back, not self._has_copy, reached))
 
     def _find_holder(self) -> None:
         """Overridden: a membership may mean another holder of the copies of this process."""
@@ -230,7 +231,8 @@ class Job(Entering):
             self._squares.update({(message.step, each.shard): each for each in message.squares})
         elif isinstance(message, Candidate):
             self._last_number, followers = max(self._last_number, sender), self._agreement.followers
-            if sender not in self._agreement.members and message.back >= back:
+            hears_all = message.reached >= self._agreement.members.keys() - self._agreement.lost
+            if sender not in self._agreement.members and message.back >= back and hears_all:
                 self._coming[sender] = message.shard
                 self._agreement.candidates[sender] = message.shard
                 (followers.add if message.follows else followers.discard)(sender)
