@@ -5,7 +5,7 @@ Start the processes one by one, so that the end of one leaves the others alone, 
     for each in 1 2 3 4; do python examples/elastic.py & done
 
 The last lines have the same digests, whatever was killed. The same command joins the running job; SIGTERM lets a
-process finish its step and leave. ``torchrun --standalone --max-restarts=3 examples/elastic.py`` starts one again.
+process finish its step and leave. ``torchrun --nnodes=1:4 -m fullshard.elastic.keep examples/elastic.py`` restarts it.
 """
 
 from __future__ import annotations
