@@ -195,6 +195,10 @@ class _Member:
     def size(self) -> int:
         return self.over.size()
 
+    def _get_backend(self, device: torch.device) -> Any:
+        """For the timeout of its waits."""
+        return self.over._get_backend(device)
+
 
 @dataclass
 class SilentRoute:
