@@ -12,7 +12,6 @@ and writes down how the program has ended.
 
 from __future__ import annotations
 
-import fcntl
 import getpass
 import os
 import signal
@@ -29,6 +28,8 @@ _POLL = 0.2  # seconds between two looks at the program and the agent
 
 def main(arguments: list[str]) -> int:
     """The worker. Returns the exit status of the program; 1 if a signal has ended it."""
+    from fullshard.platforms import lock  # not with the module: what keeps a program does so without torch
+
     if not arguments:
         sys.exit("usage: torchrun ... -m fullshard.elastic.keep PROGRAM.py [ARGUMENT ...]")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(1))  # the program runs on
@@ -36,12 +37,12 @@ def main(arguments: list[str]) -> int:
     directory.mkdir(mode=0o700, exist_ok=True)
     place = directory / f"{agent}-{os.environ.get('LOCAL_RANK', '0')}"
     with open(place, "a+b") as file, suppress(BlockingIOError):  # somebody keeps the program
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file.fileno())
         if not place.stat().st_size:  # else it has ended between two workers
-            command = [sys.executable, __file__, _KEEPER, str(file.fileno()), str(agent), *arguments]  # without torch
+            command = [sys.executable, __file__, _KEEPER, str(file.fileno()), str(agent), *arguments]
             subprocess.Popen(command, pass_fds=[file.fileno()], start_new_session=True)  # the lock is its own now
     with open(place, "rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
+        lock(file.fileno(), shared=True)
         status = file.read()
         place.unlink(missing_ok=True)
     return int(status or 1)
