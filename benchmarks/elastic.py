@@ -2,7 +2,8 @@
 
 Four processes, two replicas of two shards, train blocks of linear layers. Prints the time of a step divided by that of
 the same training on a mesh of two replicas, rounds of both in turn; the seconds from a kill to the next step that
-another process finishes, less a usual step; and how much slower steps are while a new process gets its state.
+another process finishes, less a usual step; and how much slower steps are while a new process joins: from when it asks
+for its state until it is a member.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20, help="steps of a round")
     parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--joins", type=int, default=5)
     parser.add_argument("--train", choices=("elastic", "mesh"), help=argparse.SUPPRESS)
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     return parser
@@ -55,14 +57,14 @@ def measure_elastic(options: argparse.Namespace) -> dict[str, Any]:
         mesh, elastic = (step_of(run(options, kind)) for kind in ("mesh", "elastic"))
         ratios.append(elastic / mesh)
     kills = [recovery(options) for _ in range(options.kills)]
-    slower, mebibytes = joining(options) if options.rounds else (math.nan, math.nan)
+    joins = [joining(options) for _ in range(options.joins)]
     course = sorted(kills, key=lambda kill: kill[0])[len(kills) // 2][1] if kills else {}
     return {
         "steady": ratios,
         "recoveries": sorted(each for each, _ in kills),
         "course": course,
-        "joining": slower,
-        "joining MiB": mebibytes,
+        "joining": [slower for slower, _ in joins],
+        "joining MiB": max((mebibytes for _, mebibytes in joins), default=math.nan),
     }
 
 
@@ -70,9 +72,10 @@ def described(found: Mapping[str, Any]) -> str:
     lines = []
     if steady := found["steady"]:
         lines.append(f"steady cost: {statistics.median(steady):.3f} of a step ({min(steady):.3f} to {max(steady):.3f})")
+    if slower := found["joining"]:
         lines.append(
-            f"while a process joins: a step takes {found['joining']:.2f} of the usual time; {found['joining MiB']:.1f} "
-            "MiB of state"
+            f"while a process joins: a step takes {statistics.median(slower):.2f} of the usual time ({min(slower):.2f} "
+            f"to {max(slower):.2f}); {found['joining MiB']:.1f} MiB of state"
         )
     if kills := found["recoveries"]:
         lines.append(
@@ -129,12 +132,12 @@ def recovery(options: argparse.Namespace) -> tuple[float, dict[str, list[float]]
 
 
 def joining(options: argparse.Namespace) -> tuple[float, float]:
-    """The time of a step while a new process gets its state, divided by the usual time; and the MiB of that state.
+    """The time of a step while a new process joins, divided by the usual time before and after; and the MiB that it gets.
 
     The new process has a core for itself, if there are several: what it computes is not to slow down the others.
     """
     *cores, last = sorted(os.sched_getaffinity(0))
-    options = argparse.Namespace(**{**vars(options), "steps": options.steps * 8})
+    options = argparse.Namespace(**{**vars(options), "steps": options.steps * 3})
     with tempfile.TemporaryDirectory() as directory:
         os.sched_setaffinity(0, cores or {last})
         processes = started(options, "elastic", directory)
@@ -152,13 +155,14 @@ def joining(options: argparse.Namespace) -> tuple[float, float]:
         news = read(newcomer)
     if not news:
         return math.nan, math.nan
-    fetched, ends = news[0]["fetched"], [*before, *(each["end"] for each in said[0])]
+    asked, nbytes, ends = news[0]["asked"], news[0]["bytes"], [*before, *(each["end"] for each in said[0])]
     if not news[1:]:
-        return math.nan, news[0]["bytes"] / 2**20
+        return math.nan, nbytes / 2**20
     first = news[1]["end"]
-    during = [after - before for before, after in pairwise(ends) if fetched - 0.5 < after < first + 0.5]
-    usual = [after - before for before, after in pairwise(before[3:])]
-    return statistics.mean(during) / statistics.mean(usual), news[0]["bytes"] / 2**20
+    steps = [(begin, end) for begin, end in pairwise(ends[3:]) if asked - 10 < begin and end < first + 10]
+    during = [end - begin for begin, end in steps if asked < end and begin < first]
+    usual = [end - begin for begin, end in steps if not (asked < end and begin < first)]
+    return statistics.mean(during) / statistics.mean(usual), nbytes / 2**20
 
 
 def train(options: argparse.Namespace) -> None:
@@ -202,10 +206,11 @@ def train(options: argparse.Namespace) -> None:
             print(json.dumps({"end": time.time()}), flush=True)
         dist.destroy_process_group()
         return
+    asked = time.time()
     elastic.begin(model, optimizer)
     if elastic.step:
         nbytes = 3 * sum(local_tensor(param).nbytes for param in model.parameters())
-        print(json.dumps({"fetched": time.time(), "bytes": nbytes}), flush=True)
+        print(json.dumps({"asked": asked, "bytes": nbytes}), flush=True)
     for step in elastic.steps(options.steps):
         with step:
             for _ in step:

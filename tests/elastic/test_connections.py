@@ -9,7 +9,9 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from typing import Any
@@ -164,6 +166,46 @@ def test_one_that_has_no_number_yet_hears_what_was_sent_before() -> None:
     second.close()
     assert first.heard.get(timeout=10) == (1, "ended")
     first.close()
+
+
+class SlowSocket:
+    def __init__(self, found: socket.socket) -> None:
+        self.recv_into, self.send = found.recv_into, found.sendall
+
+    def sendall(self, data: memoryview) -> None:
+        for at in range(0, len(data), 1 << 20):
+            time.sleep(0.5)
+            self.send(data[at : at + (1 << 20)])
+
+
+def test_memory_is_sent_as_it_is_and_its_parts_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state takes longer than silence on a slow network. A program may set a timeout for its own sockets."""
+    monkeypatch.setattr("fullshard.elastic.connections._BEAT", 0.05)
+    socket.setdefaulttimeout(0.1)
+    try:
+        first, second = End(0), End(1, silence=1.0)
+        second.connect({0: first.address}, 10)
+        first.connect({1: second.address}, 10)
+    finally:
+        socket.setdefaulttimeout(None)
+
+    @contextmanager
+    def slow_socket_of(connection: Any) -> Iterator[SlowSocket]:
+        with _socket_of(connection) as found:
+            yield SlowSocket(found)
+
+    monkeypatch.setattr("fullshard.elastic.connections._socket_of", slow_socket_of)
+    memory = bytearray(range(256)) * (1 << 14)
+    first.send(1, ("state", memoryview(memory), [memoryview(b"")]))
+    began = time.monotonic()
+    (sender, (name, received, (empty,))) = second.heard.get(timeout=60)
+    assert (sender, name, bytes(empty)) == (0, "state", b"")
+    assert received == memory
+    assert time.monotonic() - began > 1.5
+    assert second.heard.empty()  # it was never taken for silent
+    monkeypatch.undo()
+    first.close()
+    second.close()
 
 
 def test_close_returns_after_the_last_message_was_sent() -> None:

@@ -12,8 +12,11 @@ network may be cut. Nor is a process that computes for long, while this one wait
 from __future__ import annotations
 
 import atexit
+import copyreg
+import io
 import math
 import os
+import pickle
 import queue
 import socket
 import threading
@@ -21,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any, NamedTuple
 
@@ -60,8 +64,8 @@ class Connections:
 
     ``me`` is -1 while this process has no number. Processes that call it wait until :meth:`begin`, so no news is lost.
 
-    Objects that are sent are pickled. A process must know the ``key`` of the job to connect (HMAC, by the standard
-    library).
+    Objects that are sent are pickled; the memory of a ``memoryview`` is sent as it is. A process must know the ``key``
+    of the job to connect (HMAC, by the standard library).
     """
 
     def __init__(
@@ -125,7 +129,7 @@ class Connections:
         try:
             connection, now = Client(address, authkey=self.key), _now()
             connection.send((self.me, self.address, host_id()))
-            self._serve(process, address, connection.recv(), connection, now)
+            self._serve(process, address, _receive(connection, lambda: None), connection, now)
         except (OSError, EOFError):  # it has ended
             with self._changed:
                 self._unreached.add(process)
@@ -205,11 +209,10 @@ class Connections:
         said_goodbye = is_read = False
         while True:
             try:
-                message = connection.recv()
+                message = _receive(connection, partial(self._note_heard, process))
             except (EOFError, OSError) as error:
                 is_read = not getattr(error, "errno", None)  # else the connection was reset, or nobody answered
                 break
-            self._heard[process] = time.monotonic()
             if message is _GOODBYE:
                 said_goodbye = True
             elif isinstance(message, Beat):
@@ -226,6 +229,9 @@ class Connections:
             was_trusted = seconds < _BEAT and self._was_trusted(process)
             is_read = said_goodbye or (was_trusted and (is_near or (is_read and not seconds)))
             self._on_end(process, is_read, was_trusted)
+
+    def _note_heard(self, process: int) -> None:
+        self._heard[process] = time.monotonic()
 
     def _was_trusted(self, process: int) -> bool:
         """Whether a process that has ended surely never suspected this one: it said so, and has ended before it could
@@ -274,7 +280,7 @@ class Connections:
     def _write(self, connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
         with suppress(OSError, ValueError):
             while (message := outgoing.get()) is not _END:
-                connection.send(message)
+                _send(connection, message)
                 if message is _GOODBYE:
                     break
             with _socket_of(connection) as found:
@@ -286,10 +292,44 @@ def _now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
+class _Pickler(pickle.Pickler):
+    """Leaves the memory of a ``memoryview`` to ``buffer_callback``."""
+
+    dispatch_table = copyreg.dispatch_table | {memoryview: lambda view: (memoryview, (pickle.PickleBuffer(view),))}
+
+
+def _send(connection: Connection, message: Any) -> None:
+    """Sends an object, then the memory of its views, which is not copied."""
+    pickled, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(pickled, 5, buffer_callback=buffers.append).dump(message)
+    views = [buffer.raw() for buffer in buffers]
+    connection.send((pickled.getvalue(), [view.nbytes for view in views]))
+    for view in views:
+        with _socket_of(connection) as found:
+            found.sendall(view)
+
+
+def _receive(connection: Connection, on_part: Callable[[], None]) -> Any:
+    """Receives what :func:`_send` sends. Calls ``on_part`` for each part of it that comes."""
+    pickled, sizes = connection.recv()
+    on_part()
+    buffers = [bytearray(size) for size in sizes]
+    for buffer in buffers:
+        left = memoryview(buffer)
+        with _socket_of(connection) as found:
+            while left:
+                if not (received := found.recv_into(left)):
+                    raise EOFError
+                left = left[received:]
+                on_part()
+    return pickle.loads(pickled, buffers=buffers)
+
+
 @contextmanager
 def _socket_of(connection: Connection) -> Iterator[socket.socket]:
     """The socket of a connection, which stays open."""
     found = socket.socket(fileno=connection.fileno())
+    found.setblocking(True)  # whatever socket.setdefaulttimeout() says
     try:
         yield found
     finally:

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from fullshard.elastic.state import PackedState
+
 
 class Copy(NamedTuple):
     """The state of a shard before a step; a message to the process that holds it."""
@@ -26,7 +28,7 @@ class Copy(NamedTuple):
     number: int  # of the membership in which it was sent
     step: int
     shard: int
-    data: bytes
+    data: PackedState
 
 
 def holder_of(process: int, shard_of: Mapping[int, int], host_of: Mapping[int, str]) -> int | None:

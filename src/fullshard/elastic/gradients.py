@@ -11,19 +11,18 @@ added up those of this step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fullshard.buffer.shared_memory import Address, Segment
+from fullshard.elastic.packed import Packed, pack, places_of, unpack
 from fullshard.elastic.rows import Row
 from fullshard.group.parameter import local_tensor
 from fullshard.platforms import host_id
 
 Replica = int | Row  # a logical replica, or a row that trains apart from others
-_ALIGNED = 64
 
 
 class Kept(NamedTuple):
@@ -34,7 +33,7 @@ class Kept(NamedTuple):
     present: tuple[bool, ...]  # of each parameter, whether there is one
     host: str
     address: Address
-    data: bytes | None = None  # for processes on other hosts
+    data: memoryview | None = None  # for processes on other hosts
     number: int = 0  # of the membership in which it was told
 
 
@@ -53,9 +52,7 @@ class KeptGradients:
 
     def __init__(self, params: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor]) -> None:
         self._params, self._buffers = params, buffers
-        kept = [*map(local_tensor, params), *buffers]
-        *starts, self._nbytes = accumulate([-(-each.nbytes // _ALIGNED) * _ALIGNED for each in kept], initial=0)
-        self._layout = [(start, each.shape, each.dtype) for start, each in zip(starts, kept, strict=True)]
+        self._nbytes, self._places = places_of([*map(local_tensor, params), *buffers])
         self._own: dict[tuple[Replica, int], _GradientMemory] = {}  # by the replica and whether the step is odd
         self._opened: dict[Address, _GradientMemory] = {}
         self._of: dict[tuple[int, Replica], tuple[_GradientMemory, tuple[bool, ...]]] = {}  # by step and replica
@@ -134,29 +131,21 @@ class KeptGradients:
                 for term in found[1:]:
                     total.add_(term)
                 total.div_(len(terms))
-        self._show_buffers(terms[0][0])
+        self._show_buffers(terms[0][0].views[len(self._params) :])
 
-    @torch.no_grad()
-    def pack_mean(self) -> tuple[bytes, tuple[bool, ...]]:
+    def pack_mean(self) -> tuple[Packed, tuple[bool, ...]]:
         """The gradients that :meth:`show_mean` has just set, and the buffers; and which parameters have one."""
-        memory = self._laid_out(Segment.reserve(self._nbytes))
-        present = tuple(param.grad is not None for param in self._params)
-        values = [None if param.grad is None else local_tensor(param.grad) for param in self._params]
-        for value, view in zip((*values, *self._buffers), memory.views, strict=True):
-            if value is not None:
-                view.copy_(value)
-        return bytes(_bytes_of(memory)), present
+        grads = [local_tensor(param.grad) for param in self._params if param.grad is not None]
+        return pack([*grads, *self._buffers]), tuple(param.grad is not None for param in self._params)
 
     @torch.no_grad()
-    def show_packed(self, data: bytes, present: Sequence[bool]) -> None:
+    def show_packed(self, data: Packed, present: Sequence[bool]) -> None:
         """Sets ``param.grad`` and the buffers to what another process has packed."""
-        memory = self._laid_out(Segment.reserve(self._nbytes))
-        _bytes_of(memory)[:] = data
+        grads = iter(values := unpack(data))
         for index, is_there in enumerate(present):
-            values = self._show_gradient(index, is_there)
-            if values is not None:
-                values.copy_(memory.views[index])
-        self._show_buffers(memory)
+            if (shown := self._show_gradient(index, is_there)) is not None:
+                shown.copy_(next(grads))
+        self._show_buffers(values[sum(present) :])
 
     def note_start(self) -> None:
         """Notes the values of the buffers as those from before the next step."""
@@ -170,9 +159,9 @@ class KeptGradients:
         self._params[index].grad = self._grads[index] if is_there else None
         return local_tensor(self._grads[index]) if is_there else None
 
-    def _show_buffers(self, memory: _GradientMemory) -> None:
-        for buffer, view in zip(self._buffers, memory.views[len(self._params) :], strict=True):
-            buffer.copy_(view)
+    def _show_buffers(self, values: Sequence[torch.Tensor]) -> None:
+        for buffer, each in zip(self._buffers, values, strict=True):
+            buffer.copy_(each)
 
     def forget(self, step: int) -> None:
         """Forgets the gradients of a step that has been taken. The next one begins with the state that is now."""
@@ -192,11 +181,11 @@ class KeptGradients:
 
     def with_data(self, kept: Kept) -> Kept:
         """The message with the gradients themselves, for a process on another host."""
-        return kept._replace(data=bytes(_bytes_of(self._of[kept.step, kept.replica][0])))
+        return kept._replace(data=memoryview(bytearray(_bytes_of(self._of[kept.step, kept.replica][0]))))
 
     def _laid_out(self, segment: Segment) -> _GradientMemory:
         return _GradientMemory(
-            segment, [segment.tensor(at, size.numel(), dtype).view(size) for at, size, dtype in self._layout]
+            segment, [segment.tensor(at, size.numel(), dtype).view(size) for at, size, dtype in self._places]
         )
 
 

@@ -40,6 +40,7 @@ from fullshard.elastic.messages import (
     Spared,
     Square,
 )
+from fullshard.elastic.packed import Packed
 from fullshard.elastic.rows import Row
 from fullshard.figures import listeners_of
 from fullshard.schedule.schedule import Schedule
@@ -88,7 +89,7 @@ class Job(Entering):
         self._made = 0  # how many steps a process had made that left
         self._times: dict[str, float] = {}  # when a change was noticed and agreed, and this process in its new row
         self._first = 0  # the step from which on this process is a member
-        self._mean: tuple[bytes, tuple[bool, ...]] | None = None  # of the step that ends, for those that follow
+        self._mean: tuple[Packed, tuple[bool, ...]] | None = None  # of the step that ends, for those that follow
         self._row_values: dict[tuple[Row, str], bytes] = {}
         self._orders: list[RunOrder] = []
         self._has: dict[tuple[int, int], Has] = {}  # by the membership and the process

@@ -29,6 +29,7 @@ from fullshard.elastic.agreement import KINDS, Stage
 from fullshard.elastic.gradients import Kept, KeptGradients, Replica
 from fullshard.elastic.job import RepeatStep
 from fullshard.elastic.messages import Has, RunMore, RunOrder
+from fullshard.elastic.packed import Packed
 from fullshard.elastic.restore import ROUNDS, Restoring
 from fullshard.elastic.rows import Row
 from fullshard.elastic.state import load_state_of, state_of
@@ -139,7 +140,7 @@ class KeptChanges(KeptGradients):
         self.begin()
         super().show_mean(step, replicas)
 
-    def show_packed(self, data: bytes, present: Sequence[bool]) -> None:
+    def show_packed(self, data: Packed, present: Sequence[bool]) -> None:
         self.begin()
         super().show_packed(data, present)
 

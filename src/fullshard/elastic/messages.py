@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fullshard.elastic.gradients import Replica
+from fullshard.elastic.packed import Packed
 from fullshard.elastic.rows import Row
+from fullshard.elastic.state import PackedState
 
 
 class RunOrder(NamedTuple):
@@ -85,7 +87,7 @@ class ShardState(NamedTuple):
     """The state of a shard before a step."""
 
     step: int
-    data: bytes
+    data: PackedState
     back: int  # as in the membership of the sender
     is_lost: bool = False  # no member has the shard: this is a copy, and no gradients follow
 
@@ -94,7 +96,7 @@ class Followed(NamedTuple):
     """The mean gradients of a shard in a step that counts, and the squares by which they were clipped."""
 
     step: int
-    data: bytes
+    data: Packed
     present: tuple[bool, ...]
     squares: tuple[Square, ...]
     back: int  # as in the sender's membership

@@ -22,7 +22,7 @@ from fullshard.elastic.job import RepeatStep
 from fullshard.elastic.messages import Fetch, ShardState, Spared
 from fullshard.elastic.regroup import Regrouping, use_shard
 from fullshard.elastic.rows import spare
-from fullshard.elastic.state import load_state, pack_state
+from fullshard.elastic.state import PackedState, load_state, pack_state
 from fullshard.platforms import host_id
 
 _log = logging.getLogger("fullshard")
@@ -200,7 +200,7 @@ class Restoring(Regrouping):
         else:
             self.has_left = True
 
-    def _load(self, step: int, data: bytes) -> None:
+    def _load(self, step: int, data: PackedState) -> None:
         assert self._kept is not None
         load_state(data, self._model, self._optimizer, self._state)
         self._kept.note_start()

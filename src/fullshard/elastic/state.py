@@ -1,40 +1,65 @@
 """What a new process gets from one that has the same shard: parameters, optimizer state, and the user's own state.
 
-Owns how these become bytes and are loaded again. Only tensors and plain values travel: nothing that is loaded can run
-code (``torch.load`` with ``weights_only=True``).
+Owns how these are packed and loaded again. Only tensors and plain values travel: nothing that is loaded can run code
+(``torch.load`` with ``weights_only=True``).
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fullshard.elastic.packed import Packed, pack, unpack
 from fullshard.group.parameter import local_tensor
+from fullshard.tree import map_tensors
 
 
-def pack_state(model: nn.Module, optimizer: Optimizer, more: Mapping[str, Any]) -> bytes:
+class PackedState(NamedTuple):
+    """A packed state: its tensors, and everything else by ``torch.save``, with meta tensors in their places."""
+
+    tensors: Packed
+    devices: tuple[str, ...]  # the device type of each
+    others: bytes
+
+
+def pack_state(model: nn.Module, optimizer: Optimizer, more: Mapping[str, Any]) -> PackedState:
     """What this process has of a model and its optimizer, and the state dicts of ``more``. Called between steps."""
-    packed = {
+    state = {
         "parameters": [_detached(param) for param in model.parameters()],
         "buffers": [*model.buffers()],
         "optimizer": state_of(optimizer),
         "more": {name: each.state_dict() for name, each in more.items()},
     }
-    data = io.BytesIO()
-    torch.save(packed, data)
-    return data.getvalue()
+    tensors, devices, others = list[torch.Tensor](), list[str](), io.BytesIO()
+
+    def leave_out(tensor: torch.Tensor) -> torch.Tensor:
+        if not _is_plain(tensor):
+            return tensor
+        devices.append(tensor.device.type)
+        tensors.append(torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
+        return torch.empty_like(tensor, device="meta")
+
+    torch.save(map_tensors(leave_out, state), others)
+    return PackedState(pack(tensors), tuple(devices), others.getvalue())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+    return is_dense and not tensor.requires_grad and not tensor.is_conj() and not tensor.is_neg()
 
 
 @torch.no_grad()
-def load_state(data: bytes, model: nn.Module, optimizer: Optimizer, more: Mapping[str, Any]) -> None:
+def load_state(data: PackedState, model: nn.Module, optimizer: Optimizer, more: Mapping[str, Any]) -> None:
     """Loads what :func:`pack_state` has packed, in place."""
-    packed = torch.load(io.BytesIO(data), weights_only=True)
+    copied = iter(each.to(device, copy=True) for each, device in zip(unpack(data.tensors), data.devices, strict=True))
+    others = torch.load(io.BytesIO(data.others), weights_only=True)
+    packed = map_tensors(lambda tensor: next(copied) if _is_plain(tensor) else tensor, others)
     for param, values in zip(model.parameters(), packed["parameters"], strict=True):
         local_tensor(param).copy_(values)
     for buffer, values in zip(model.buffers(), packed["buffers"], strict=True):
