@@ -132,7 +132,7 @@ def recovery(options: argparse.Namespace) -> tuple[float, dict[str, list[float]]
 
 
 def joining(options: argparse.Namespace) -> tuple[float, float]:
-    """The time of a step while a new process joins, divided by the usual time before and after; and the MiB that it gets.
+    """The time of a step while a new process joins, divided by the usual time around it; and the MiB that it gets.
 
     The new process has a core for itself, if there are several: what it computes is not to slow down the others.
     """

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from fullshard.elastic import agreement
-from fullshard.elastic.agreement import Agreement, Chosen, Complete, Decided, Membership, Prepare, Promise, Stage
+from fullshard.elastic.agreement import (
+    Accepted,
+    Agreement,
+    Chosen,
+    Complete,
+    Decided,
+    Membership,
+    Prepare,
+    Promise,
+    Stage,
+)
 from tests.elastic.explorer import Explorer
 from tests.elastic.invariants import ViolationError
 from tests.elastic.world import Limits
@@ -260,6 +270,25 @@ def test_nobody_goes_back_for_a_shard_whose_processes_have_made_all_steps() -> N
         assert (last.step, last.goes_back, last.membership.holders) == (
             (1, False, ()) if is_done else (0, True, ((0, 1),))
         )
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_nobody_goes_back_if_a_member_has_made_all_rounds(is_done: bool) -> None:
+    """It may end at any time, with the result that the others would change."""
+    first = Agreement(0, 2, 2, Membership(0, 3, ((0, 0), (1, 0), (2, 1)), ((0, 2),)))
+    first.copies = {(2, 0): b"", (2, 1): b""}
+    first.lose(2)
+    first.receive(1, Promise(0, (1, 0), None, 3, False, frozenset({2}), frozenset({(2, 0)}), is_done))
+    first.receive(1, Accepted(0, (1, 0), frozenset({2})))
+    assert (first.membership.number, first.goes_back, first.step) == (1, not is_done, 3 if is_done else 2)
+
+
+def test_a_member_that_is_too_many_steps_behind_knows_its_row() -> None:
+    """It loads a checkpoint, and the others have: it is out, and says so by an error of its own."""
+    late = Agreement(1, 1, 2, Membership(0, 0, ((0, 0), (1, 0), (2, 0)), ((0,), (2,))))
+    late.receive(0, Decided(0, Membership(1, 5, ((0, 0), (1, 0)), ((0,), (1,)))))
+    assert late.state is Stage.OUT
+    assert late.row_from == {(0,): 0, (1,): 5}
 
 
 @pytest.mark.parametrize(("follows", "lacks_state"), [(False, False), (True, False), (True, True)])

@@ -11,12 +11,16 @@ from typing import Any, cast
 
 import pytest
 
+from fullshard.buffer.shared_memory import Address
 from fullshard.comm.waits import waiting
 from fullshard.elastic import entry
-from fullshard.elastic.agreement import Agreement, Promise
+from fullshard.elastic.agreement import Agreement, Membership, Promise
+from fullshard.elastic.connections import Beat, _receive
 from fullshard.elastic.entry import ElasticError
+from fullshard.elastic.gradients import Kept
 from fullshard.elastic.job import Job
-from fullshard.elastic.messages import Leaving
+from fullshard.elastic.messages import Leaving, Square
+from fullshard.platforms import host_id
 from fullshard.watch.connections import connected_sockets
 
 
@@ -110,7 +114,7 @@ def test_the_connections_of_the_job_outlive_a_row(alone: Job) -> None:
         alone._row_connections = {ends for _, ends in connected_sockets()} - before  # it came while the row was formed
         alone._cut_row()
         alone._connections.send(1, "the last message")
-        while isinstance(said := new.recv(), float):
+        while isinstance(said := _receive(new, lambda: None), Beat):
             pass
     assert said == "the last message"
 
@@ -121,6 +125,64 @@ def test_others_may_connect_while_a_process_asks_to_be_a_member(alone: Job, monk
     monkeypatch.setattr(alone._connections, "send", lambda to, _: addresses.setdefault(to + 10, addresses[1]))
     alone._ask_to_be_member()
     assert [*addresses] == [1, 2, 11, 12]
+
+
+def test_a_new_process_asks_again_to_be_a_member(alone: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members forget who asks when they decide on something else, and the step that it follows may not end."""
+    alone._agreement, asked = Agreement(0, 1, 1), list[int]()
+    monkeypatch.setattr(alone, "_ask_to_be_member", lambda: asked.append(1))
+    with alone._changed:
+        alone.wait_for(lambda: len(asked) == 2, "the gradients of a step")
+        alone._agreement.lacks_state = True
+        began = time.monotonic()
+        alone.wait_for(lambda: time.monotonic() > began + 0.7, "a state")
+    assert len(asked) == 2
+
+
+def test_news_on_which_a_process_cannot_act_end_it(alone: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no memory is left")
+
+    monkeypatch.setattr(alone, "_receive", fail)
+    alone._hear(alone._opened, alone._receive, 1, "a message")
+    with (
+        alone._changed,
+        pytest.raises(ElasticError, match="process 0 could not act on news of another one: no memory is left"),
+    ):
+        alone.wait_for(lambda: False, "X")
+
+
+class Told:
+    """The gradients that a process has of a step."""
+
+    def tell_again(self, step: int, copies: bool) -> list[Kept]:
+        return [Kept(step, 0, (), host_id(), Address(1, 2, 3, 4), None, int(copies))]
+
+    def replicas_of(self, step: int) -> list[int]:
+        return [0]
+
+    def has_all(self, *_: Any) -> bool:
+        return False
+
+
+def test_members_are_told_again_what_others_may_have_lost(alone: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If nobody was lost, new members are told where the gradients are, and nothing is copied."""
+    copied, told, square = list[bool](), list[tuple[int, Any]](), Square(0, 3, 0, 1.0)
+    kept: Any = Told()
+    monkeypatch.setattr(alone, "_kept", kept)
+    monkeypatch.setattr(
+        kept, "tell_again", lambda step, copies: (copied.append(copies), Told().tell_again(3, copies))[1]
+    )
+    monkeypatch.setattr(alone._connections, "send", lambda process, message: told.append((process, message)))
+    monkeypatch.setattr(alone._connections, "host_of", dict.fromkeys(range(5), host_id()))
+    alone._members, alone._squares = {0, 1}, {(3, 0): square}
+    for number, members, joined in ((1, (0, 1, 2), (2,)), (2, (0, 2, 3), (3,))):
+        told.clear()
+        alone._agreement.membership = Membership(number, 4, tuple((each, 0) for each in members), ((0,),), joined)
+        alone._after_agreement()
+        assert copied.pop() is (number == 2)
+        assert {process for process, message in told if isinstance(message, Kept)} == {*members[1:]} & {2, 3}
+        assert {process for process, message in told if message == square} >= {*members[1:]}
 
 
 def test_the_first_member_shows_how_the_job_changes(alone: Job, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from fullshard import fully_shard
 from fullshard.elastic import Elastic, LocalRounds
+from fullshard.elastic.job import RepeatStep
 from tests.elastic.jobs import Job, Result, run
 from tests.elastic.program import Model
 
@@ -163,6 +164,17 @@ def test_what_cannot_be_right_is_refused(alone: Elastic) -> None:
     refuses("grace is -1", grace=-1.0)
     refuses("optimizer is", TypeError, optimizer=model)
     refuses("the inner optimizer is", optimizer=outer)
+
+
+def test_a_process_that_waits_for_a_quorum_serves_new_processes_between_rounds(alone: Elastic) -> None:
+    """Not in the wait, in which it says nothing to others."""
+    model = fully_shard(nn.Linear(4, 4))
+    inner, outer = (torch.optim.SGD(model.parameters(), 1.0) for _ in range(2))
+    alone.begin(model, outer, local=LocalRounds(inner, every=1))
+    alone._wait_in_round(0)
+    alone._fetching.add(5)
+    with pytest.raises(RepeatStep):
+        alone._wait_in_round(0)
 
 
 def test_a_round_whose_choice_is_void_is_repeated(alone: Elastic) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fullshard.elastic.agreement import Agreement, Membership, Stage
+from fullshard.elastic.connections import HANGS
 from fullshard.elastic.entry import ElasticError
 from fullshard.elastic.messages import Candidate, Followed, ShardState, Spared
 from fullshard.elastic.restore import Restoring
@@ -260,5 +261,34 @@ def test_a_new_process_becomes_no_member_before_every_member_can_tell_it_so(tmp_
     assert job._agreement.candidates == {5: 0}
     job._agreement.lost.add(1)
     job._receive(6, asks(frozenset({0})))
+    assert job._agreement.candidates == {5: 0}, "both will be members"
+    job._receive(6, asks(frozenset({0, 5})))
     assert job._agreement.candidates == {5: 0, 6: 0}
+    job._connections.close()
+
+
+def test_a_new_process_that_asks_does_not_hang(tmp_path: Path, launched: None) -> None:
+    """It may have loaded its state for longer than a process may compute while others wait."""
+    job = Restoring(1, 0, tmp_path)
+    job._agreement = Agreement(0, 1, 2, Membership(0, 3, ((0, 0), (1, 0)), ((0,), (1,))))
+    job._suspect(5, HANGS)
+    job._receive(5, Candidate(0, 0, True, frozenset({0, 1})))
+    assert not job._agreement.suspected | job._agreement.hanging
+    job._connections.close()
+
+
+def test_a_state_that_comes_late_is_not_loaded(tmp_path: Path, launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that it came from was asked again, when the new one had made the next step with others' gradients."""
+    job, loaded = Restoring(1, 0, tmp_path), list[int]()
+    monkeypatch.setattr(job, "_load", lambda step, data: (loaded.append(step), setattr(job, "step", step)))
+    job._agreement = Agreement(1, 1, 1)
+    for step, back in ((3, 1), (2, 1), (3, 1), (2, 2)):
+        job._states.append(ShardState(step, b"", back))  # type: ignore[arg-type]
+        job._fetch()
+        assert (job._states, job._agreement.lacks_state) == ([], False)
+    assert loaded == [3, 3, 2]
+    job._agreement.membership = Membership(3, 2, ((1, 0),), ((1,),))
+    job._states.append(ShardState(9, b"", 3))  # type: ignore[arg-type]
+    job._fetch()
+    assert loaded == [3, 3, 2], "it is a member"
     job._connections.close()

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from fullshard import fully_shard, log_metrics
 from fullshard.comm import select
 from fullshard.comm.process_group import exchange_in_store
 from fullshard.elastic import Elastic
+from fullshard.elastic.entry import ElasticError
 from fullshard.elastic.job import RepeatStep
 from fullshard.elastic.messages import RunOrder
 from fullshard.torch_private import default_store
@@ -186,6 +188,52 @@ def test_gradients_of_an_aborted_process_group_are_not_kept(alone: Elastic) -> N
         with pytest.raises(RepeatStep if is_aborted else StopIteration):
             next(running)
         assert alone._kept.has_all(0, [0]) is not is_aborted
+
+
+def test_a_wait_for_the_device_keeps_no_news_out(alone: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Perhaps only the end of a lost process can end it."""
+    model, free = fully_shard(nn.Linear(4, 4)), list[bool]()
+
+    class Streams:
+        def synchronize(self, _: object) -> None:
+            with ThreadPoolExecutor(1) as other:
+                free.append(other.submit(alone._changed.acquire, timeout=5).result())
+                other.submit(alone._changed.release).result()
+
+    monkeypatch.setattr("fullshard.elastic.session.streams_of", lambda _: Streams())
+    alone.begin(model, torch.optim.SGD(model.parameters(), 0.1))
+    for _ in alone.run(RunOrder((0,), 0, 0, 1)):
+        model(torch.ones(2, 4)).sum().backward()
+    assert free == [True]
+
+
+def test_an_error_that_quotes_the_backend_is_not_a_loss(alone: Elastic) -> None:
+    alone.begin(model := fully_shard(nn.Linear(4, 4)), torch.optim.SGD(model.parameters(), 0.1))
+    alone._row = ()  # it could not connect
+    said = "[gloo/transport/tcp/pair.cc] Connection refused"
+    assert alone.survives(RuntimeError(said), False)
+    assert not alone.survives(ElasticError(f"process 0 could not connect with (0, 1): {said}"), False)
+
+
+def test_buffers_that_a_program_writes_between_steps_are_kept_and_those_of_a_broken_step_are_not(
+    alone: Elastic,
+) -> None:
+    model = fully_shard(nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    alone.begin(model, optimizer)
+    began, breaks = list[float](), [True, False, False]
+    for step in alone.steps(2):
+        with step:
+            for _ in step:
+                began.append(float(model.running_mean[0]))  # type: ignore[index]
+                model(torch.full((2, 4), 10.0)).sum().backward()
+                if breaks.pop(0):
+                    alone._leave_row()  # as if it had lost a process
+                    raise RepeatStep
+            optimizer.step()
+        if alone.step == 1:
+            model.running_mean.fill_(7.0)  # type: ignore[union-attr, operator]
+    assert began == [0.0, 0.0, 7.0]
 
 
 def test_ranks_may_ask_the_store_of_their_row(alone: Elastic) -> None:

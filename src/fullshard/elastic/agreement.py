@@ -97,6 +97,7 @@ class Promise(NamedTuple):
     is_complete: bool
     read: frozenset[int]  # processes that have ended, and whose last message the sender has read
     copies: frozenset[tuple[int, int]] = frozenset()  # the steps and shards of which the sender has copies
+    is_done: bool = False  # as in the agreement of the sender
 
 
 class Accept(NamedTuple):
@@ -150,7 +151,8 @@ class Agreement:
         copies: of states, by the step and the shard. None may be dropped while this process is frozen.
         lacks_state: whether this new process waits for a state, so that it cannot become a member.
         goes_back: whether this process has yet to load its copy of ``step``.
-        is_done: whether a process has made as many steps as this one is to make, and left: they all count.
+        is_done: whether a process has made as many steps as this one is to make, and left; in rounds also if it has not
+            left. They all count, and the job does not go back.
         outbox: messages to send, each with its receiver, in this order.
     """
 
@@ -305,7 +307,7 @@ class Agreement:
 
     def _promise(self, sender: int, message: Prepare, accepted: tuple[Ballot, Membership] | None) -> None:
         step = -2 if self.lacks_state and self.state is Stage.OUT else self.step  # two steps behind, at least
-        state = step, self._is_complete, self._read, frozenset(self.copies)
+        state = step, self._is_complete, self._read, frozenset(self.copies), self.is_done
         self._answer(sender, Promise(message.number, message.ballot, accepted, *state))
 
     def _note_promise(self, sender: int, message: Promise) -> None:
@@ -347,7 +349,8 @@ class Agreement:
             if behind == 0 or (behind == 1 and is_sent):
                 joined[process] = shard
         number, back, holders = self.membership.number + 1, self.membership.back, tuple[tuple[int, int], ...]()
-        if missing_shards(members | joined, self._shards) and not self.is_done:
+        is_done = self.is_done or any(each.is_done for each in old.values())
+        if missing_shards(members | joined, self._shards) and not is_done:
             copies, lost = {each: old[each].copies for each in old}, missing_shards(members, self._shards)
             if (found := find_way_back(step, members, lost, copies)) is not None:
                 if found[0] < step:  # candidates go back later, as they are not frozen
@@ -402,6 +405,7 @@ class Agreement:
         self.candidates.clear()  # those that are not among the members ask again
         self.followers.clear()
         may_step = mine or self.me in value.joined
+        self.row_from = {row: self.row_from.get(row, value.step) for row in value.rows}
         if self.me not in value.shard_of or (has_stepped and not may_step) or value.step - self.step > 1:
             self.membership, self.state = value, Stage.OUT
             return
@@ -414,7 +418,6 @@ class Agreement:
         self._said, self._promised, self._accepted, self._proposal, self._answered = {}, (0, -1), None, None, None
         if self._is_complete:
             self.complete()
-        self.row_from = {row: self.row_from.get(row, value.step) for row in value.rows}
         early, self._early = self._early, []
         for each in early:
             self.receive(*each)

@@ -44,6 +44,7 @@ class Entering:
     """The base of a :class:`~fullshard.elastic.job.Job`: its connections, and its first membership."""
 
     _coming: dict[int, int]  # new processes, and their shards
+    _error: Exception | None
 
     def __init__(self, replicas: int, seed: int, directory: str | Path | None) -> None:
         self.replicas, self.seed = replicas, seed
@@ -129,7 +130,10 @@ class Entering:
         """Acts on news, in a thread beside training, unless this process has left what it comes from."""
         with self._changed:
             if opened == self._opened:
-                act(*news)
+                try:
+                    act(*news)
+                except Exception as error:
+                    self._error = error
                 self._changed.notify_all()
 
     def _publish(self) -> None:

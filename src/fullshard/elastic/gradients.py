@@ -68,7 +68,7 @@ class KeptGradients:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """A logical replica begins a step: its buffers are those from before the step, and it has no gradients."""
+        """Restores what was before the step, as each logical replica begins it: buffers, and no gradients."""
         for buffer, before in zip(self._buffers, self._before, strict=True):
             buffer.copy_(before)
         for param in self._params:
@@ -92,12 +92,13 @@ class KeptGradients:
         """Takes back what was kept, before others were told."""
         del self._of[step, replica]
 
-    def tell_again(self, step: int) -> list[Kept]:
-        """What is here of a step, in memory of this process: others may have lost the process that had it."""
+    def tell_again(self, step: int, copies: bool) -> list[Kept]:
+        """What is here of a step; with ``copies`` in memory of this process: others may have lost the process that had
+        it."""
         told = []
         for replica in self.replicas_of(step):
             memory, present = self._of[step, replica]
-            own = self._own_memory(step, replica)
+            own = self._own_memory(step, replica) if copies else memory
             if memory is not own:
                 _bytes_of(own)[:] = _bytes_of(memory)
             told.append(self._note(step, replica, own, present))
@@ -148,7 +149,7 @@ class KeptGradients:
         self._show_buffers(values[sum(present) :])
 
     def note_start(self) -> None:
-        """Notes the values of the buffers as those from before the next step."""
+        """Notes the values of the buffers as those from before a step; a program may have written to them."""
         for buffer, before in zip(self._buffers, self._before, strict=True):
             before.copy_(buffer)
 
@@ -164,10 +165,9 @@ class KeptGradients:
             buffer.copy_(each)
 
     def forget(self, step: int) -> None:
-        """Forgets the gradients of a step that has been taken. The next one begins with the state that is now."""
+        """Forgets the gradients of a step that has been taken."""
         for key in [key for key in self._of if key[0] <= step]:
             del self._of[key]
-        self.note_start()
 
     def _own_memory(self, step: int, replica: Replica) -> _GradientMemory:
         key = replica, step % 2

@@ -97,6 +97,8 @@ class Job(Entering):
         self._ordered: set[tuple[int, Replica]] = set()  # steps and replicas that this row was told to run
         self._leaving: dict[int, bool] = {}  # whether a process that leaves has made all steps
         self._early: list[Kept] = []
+        self._members: set[int] = set()  # of the membership that this process has acted on
+        self._error: Exception | None = None  # of news on which this process could not act
         self._source = -1  # of the state of this process, until it is a member
         self._states: list[ShardState] = []
         self._followed: dict[int, Followed] = {}
@@ -166,6 +168,10 @@ class Job(Entering):
 
     # -- new processes -------------------------------------------------------------------------------------------------
 
+    def _note_done(self) -> None:
+        """Notes whether a process has made all steps that this one is to make, and left."""
+        self._agreement.is_done = self._made >= self._target
+
     def _drop_followers(self) -> None:
         """Forgets followers that are members, and have been sent all that came before."""
         if self.step >= self._agreement.membership.step:
@@ -218,7 +224,7 @@ class Job(Entering):
         elif isinstance(message, Leaving):
             self._leaving[sender] = message.is_done
             self._made = max(self._made, message.step if message.is_done else 0)
-            self._agreement.is_done = self._made >= self._target
+            self._note_done()
         elif isinstance(message, Fetch):
             self._last_number = max(self._last_number, message.process)
             self._wanted[message.process] = self._coming[message.process] = message.shard
@@ -232,12 +238,13 @@ class Job(Entering):
             self._squares.update({(message.step, each.shard): each for each in message.squares})
         elif isinstance(message, Candidate):
             self._last_number, followers = max(self._last_number, sender), self._agreement.followers
-            hears_all = message.reached >= self._agreement.members.keys() - self._agreement.lost
+            others = self._agreement.members.keys() | self._agreement.candidates.keys()
+            hears_all = message.reached >= others - self._agreement.lost - {sender}
             if sender not in self._agreement.members and message.back >= back and hears_all:
                 self._coming[sender] = message.shard
                 self._agreement.candidates[sender] = message.shard
                 (followers.add if message.follows else followers.discard)(sender)
-                self._agreement.consider()
+                self._agreement.suspect(sender, False)  # it may have loaded its state for long
                 self._after_agreement()
 
     def _lose(self, process: int, is_read: bool, has_trusted: bool) -> None:
@@ -314,16 +321,21 @@ class Job(Entering):
                     f"start a new process with the same command"
                 )
         self._serve_copies()
+        members, self._members = self._members, {*membership.shard_of}
         if self._kept is not None and self.rank in membership.shard_of and not self._agreement.goes_back:
-            self._begin_membership()
+            self._begin_membership(is_larger=members <= self._members)
 
-    def _begin_membership(self) -> None:
-        """Tells other members what this process has of the step that runs."""
+    def _begin_membership(self, is_larger: bool = False) -> None:
+        """Tells other members what this process has of the step that runs, and the sums of squares that it knows:
+        members that have ended may not have told all. If the membership ``is_larger``, new members are told only."""
         membership, step, kept = self._agreement.membership, self._agreement.step, self._kept
         assert kept is not None
         self._find_holder()
-        for each in kept.tell_again(step):
-            self._tell(each)
+        for told in kept.tell_again(step, copies=not is_larger):
+            self._tell(told, membership.joined if is_larger else membership.shard_of)
+        for square in self._squares.values():
+            for process in membership.shard_of:
+                self._connections.send(process, square)
         if step == membership.step:
             self._tell_has(step)
         self._look_whether_complete()
@@ -355,13 +367,13 @@ class Job(Entering):
             f"agree, {joined:.2f} s to form rows, {trained:.2f} s to train"
         )
 
-    def _tell(self, kept: Kept) -> None:
-        """Tells the other processes with the same shard where gradients are."""
+    def _tell(self, kept: Kept, processes: Collection[int]) -> None:
+        """Tells those of the other ``processes`` that have the same shard where gradients are."""
         assert self._kept is not None
         kept = kept._replace(number=self._agreement.membership.number)
         whole: Kept | None = None  # for those that cannot read the memory of this process
-        for process, shard in self._agreement.members.items():
-            if shard == self.shard and process != self.rank:
+        for process in processes:
+            if self._agreement.members[process] == self.shard and process != self.rank:
                 is_near = self._connections.host_of.get(process) == kept.host
                 whole = whole if is_near else whole or self._kept.with_data(kept)
                 self._connections.send(process, kept if is_near else whole)
@@ -395,8 +407,12 @@ class Job(Entering):
                     f"process {self.rank}, which waited {PATIENCE:.0f} s for {what}. The others may have gone on "
                     f"without it. If none of them runs, start all again from the last checkpoint"
                 )
-            # Members may have been busy with another change.
-            if not self._changed.wait(0.5) and self._has_copy and not agreement.lacks_state:
+            if self._error is not None:
+                raise ElasticError(
+                    f"process {self.rank} could not act on news of another one: {self._error}"
+                ) from self._error
+            # Members may have been busy with another change, and a change drops all that ask.
+            if not self._changed.wait(0.5) and self.is_joining and not agreement.lacks_state:
                 self._ask_to_be_member()
 
     def _find_row(self) -> Row:

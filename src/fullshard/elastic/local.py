@@ -131,7 +131,7 @@ class KeptChanges(KeptGradients):
         self.begin()
         return kept
 
-    def tell_again(self, step: int) -> list[Kept]:
+    def tell_again(self, step: int, copies: bool) -> list[Kept]:
         """The changes that this process has computed itself: no row that has ended takes part."""
         rows: list[Row] = [row for row in self.replicas_of(step) if self._rank in row]
         return [self._note(step, row, *self._of[step, row]) for row in rows]
@@ -178,13 +178,13 @@ class LocalJob(Restoring):
     def _key_of(self, order: RunOrder) -> Replica:
         return self._kept_as(order) if order.replica >= 0 else -1
 
-    def _tell(self, kept: Kept) -> None:
-        super()._tell(kept)
-        if self._local is not None:
-            self._tell_has(kept.step)
-
     def _taking_part(self, step: int) -> Sequence[Replica] | None:
         return super()._taking_part(step) if self._local is None else self._agreement.chosen.get(step)
+
+    def _note_done(self) -> None:
+        """Overridden: repeated rounds may have another result, so none are once a process has made all of them."""
+        super()._note_done()
+        self._agreement.is_done |= self._local is not None and self.step >= self._target
 
     def _receive(self, sender: int, message: Any) -> None:
         if isinstance(message, RunMore):
@@ -268,16 +268,12 @@ class LocalJob(Restoring):
         with self._changed:
             self._more.clear()
 
-    def _serve_newcomers(self) -> None:
-        if self._local is not None and self._fetching and self._kept is not None:
-            self._kept.begin()  # the state from before the round
-        super()._serve_newcomers()
-
     def _wait_in_round(self, step: int) -> None:
         """What a process does while it waits for the end of a round: new processes may be needed to end it."""
         if self._local is None or self._counts(step):
             return
-        self._serve_newcomers()
+        if self._fetching:  # they are sent the state from before the round
+            raise RepeatStep
         rows, now = len(self._agreement.membership.rows), time.monotonic()
         if rows >= self._local.quorum:
             self._say_at = 0.0

@@ -184,8 +184,8 @@ class Regrouping(Job):
                 self._connections.send(process, RowValue(row, key, value))
 
     def _is_broken(self, row: Row) -> bool:
-        """Whether a row no longer exists, or one of its processes has ended or does not answer."""
-        return self._is_in_other_row(row) or not self._gone().isdisjoint(row)
+        """Whether a row no longer exists, or one of its processes has ended."""
+        return self._is_in_other_row(row) or not self._agreement.lost.isdisjoint(row)
 
     def _has_value(self, row: Row, key: str) -> bool:
         return (row, key) in self._row_values
@@ -208,7 +208,7 @@ class Regrouping(Job):
         if isinstance(error, RepeatStep):
             return True
         is_loss = isinstance(error, PeerFailureError) or (isinstance(error, RuntimeError) and comes_from_backend(error))
-        if not is_loss or has_stepped:
+        if not is_loss or has_stepped or isinstance(error, ElasticError):  # which may quote the backend
             return False
         if not self._finds_other_row(self._row):
             return False

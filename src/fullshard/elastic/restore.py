@@ -119,6 +119,9 @@ class Restoring(Regrouping):
                     return
             state = self._states.pop()
             self._states.clear()
+            if not self.is_joining or (state.back == self._back and state.step < self.step):
+                self._agreement.lacks_state = False  # it came late: this process has followed another one meanwhile
+                return
             self._followed = {step: each for step, each in self._followed.items() if each.back >= state.back}
             self._squares = {key: each for key, each in self._squares.items() if each.number >= state.back}
         self._load(state.step, state.data)
@@ -292,6 +295,7 @@ class Restoring(Regrouping):
                 if agreement.step != step:  # it has gone back further
                     continue
                 agreement.goes_back, self._first, self._counted = False, min(self._first, step), step
+                self._note_done()
                 back = agreement.membership.back
                 self._squares = {key: each for key, each in self._squares.items() if each.number >= back}
                 self._fetching |= self._followers.difference(agreement.members)

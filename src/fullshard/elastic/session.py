@@ -25,6 +25,8 @@ from torch.optim import Optimizer
 
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.select import simulated_transport
+from fullshard.device import streams_of
+from fullshard.elastic.entry import PATIENCE
 from fullshard.elastic.gradients import Replica
 from fullshard.elastic.job import RepeatStep
 from fullshard.elastic.local import LocalJob, LocalRounds
@@ -205,14 +207,20 @@ class Elastic(LocalJob):
         if self._kept is None:
             raise RuntimeError("elastic.begin(model, optimizer) must be called before elastic.steps()")
         with self._changed:
-            self._target, self._agreement.is_done = number, self._made >= number
-        while (self.step < number or self._must_go_back()) and not self.has_left:
+            self._target = number
+            self._note_done()
+        has_ended = True  # the step before
+        while not (self.has_left or self._has_made(number)):
             if self._is_spare():
                 self._change_shard()
                 continue
             if self._agreement.goes_back:
                 self._leave_row()
                 self._go_back()
+            if has_ended:
+                self._kept.note_start()
+            else:
+                self._kept.begin()
             self._copy()
             self._serve_newcomers()
             if self._must_fetch():
@@ -221,7 +229,15 @@ class Elastic(LocalJob):
             yield step
             if not step.was_left:
                 raise RuntimeError(f"step {self.step} was not used as a context: write `with step:` around its body")
+            has_ended = self.step > step.number
         self._is_done = self.step >= number
+
+    def _has_made(self, number: int) -> bool:
+        """Whether this process has made so many steps, and need not repeat any."""
+        with self._changed:
+            if self._local is not None and self.step >= number:  # it may yet have to
+                self._changed.wait_for(lambda: not self._agreement.is_frozen, PATIENCE)
+            return self.step >= number and not self._must_go_back()
 
     def leave(self) -> None:
         """Lets :meth:`steps` end after the step that runs, as SIGTERM does.
@@ -311,15 +327,21 @@ class Elastic(LocalJob):
                 return
             self._seed(step, rank, number)
             yield MicroBatch(step, number, rank, size, (number + 1) % self.micro_batches == 0)
+        assert self._schedule is not None
+        for device in {group.device for group in self._schedule.groups}:
+            if (streams := streams_of(device)) is not None:
+                streams.synchronize(device)  # without the lock, because news may have to end this wait
         with self._changed:
             key = self._kept_as(order)
             if self._agreement.goes_back or kept.has_all(step, [key]):
                 return
-            told = kept.keep(step, key)  # waits for the device
+            told = kept.keep(step, key)
             if self._aborted is dist.group.WORLD:  # what it has computed since is anything
                 kept.drop(step, key)
                 raise RepeatStep
-            self._tell(told)
+            self._tell(told, self._agreement.members)
+            if self._local is not None:
+                self._tell_has(step)
             self._look_whether_complete()
 
     def _seed(self, *of: int) -> None:
@@ -359,6 +381,7 @@ class Elastic(LocalJob):
             if "agreed" in self._times:
                 self._end_change()
             self.step = step + 1
+            self._note_done()
             self._drop_followers()
             self._followed.pop(step, None)
             if self.is_joining:
