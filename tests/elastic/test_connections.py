@@ -9,11 +9,9 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import pytest
@@ -168,16 +166,6 @@ def test_one_that_has_no_number_yet_hears_what_was_sent_before() -> None:
     first.close()
 
 
-class SlowSocket:
-    def __init__(self, found: socket.socket) -> None:
-        self.recv_into, self.send = found.recv_into, found.sendall
-
-    def sendall(self, data: memoryview) -> None:
-        for at in range(0, len(data), 1 << 20):
-            time.sleep(0.5)
-            self.send(data[at : at + (1 << 20)])
-
-
 def test_memory_is_sent_as_it_is_and_its_parts_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state takes longer than silence on a slow network. A program may set a timeout for its own sockets."""
     monkeypatch.setattr("fullshard.elastic.connections._BEAT", 0.05)
@@ -188,13 +176,14 @@ def test_memory_is_sent_as_it_is_and_its_parts_are_heard(monkeypatch: pytest.Mon
         first.connect({1: second.address}, 10)
     finally:
         socket.setdefaulttimeout(None)
+    monkeypatch.setattr("fullshard.elastic.connections._PART", 1 << 20)
+    send_bytes = Connection.send_bytes
 
-    @contextmanager
-    def slow_socket_of(connection: Any) -> Iterator[SlowSocket]:
-        with _socket_of(connection) as found:
-            yield SlowSocket(found)
+    def send_slowly(connection: Any, data: memoryview) -> None:
+        time.sleep(0.5)
+        send_bytes(connection, data)
 
-    monkeypatch.setattr("fullshard.elastic.connections._socket_of", slow_socket_of)
+    monkeypatch.setattr(Connection, "send_bytes", send_slowly)
     memory = bytearray(range(256)) * (1 << 14)
     first.send(1, ("state", memoryview(memory), [memoryview(b"")]))
     began = time.monotonic()
@@ -304,6 +293,20 @@ def test_a_stranger_that_says_nothing_keeps_nobody_out() -> None:
     with socket.create_connection(first.address):
         assert ask(first.address, KEY, 10)[0] == "welcome"
     first.close()
+
+
+def test_a_message_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = pair()
+
+    def fail(_: int) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("fullshard.elastic.connections.new_memory", fail)
+    first.send(1, memoryview(b"data"))
+    process, error = second.heard.get(timeout=10)
+    assert (process, type(error)) == (0, MemoryError)
+    first.close()
+    second.close()
 
 
 def test_a_number_is_taken_once() -> None:

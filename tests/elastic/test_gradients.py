@@ -74,10 +74,10 @@ def test_what_another_process_kept_lasts_for_one_more_step() -> None:
     for step in (0, 1):
         fill(model, step)
         theirs.add(mine.keep(step, 0))
-    (far,) = theirs.tell_again(0, copies=False)
+    (far,) = theirs.tell_again(0, in_own_memory=False)
     assert far.address.pid == os.getpid()
     assert far == mine._note(0, 0, *mine._of[0, 0]), "in the memory of the process that has them"
-    again = theirs.tell_again(0, copies=True)
+    again = theirs.tell_again(0, in_own_memory=True)
     assert again[0].address != far.address
     assert [(kept.step, kept.replica) for kept in again] == [(0, 0)]
     _, third = made()

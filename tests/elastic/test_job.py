@@ -155,8 +155,12 @@ def test_news_on_which_a_process_cannot_act_end_it(alone: Job, monkeypatch: pyte
 class Told:
     """The gradients that a process has of a step."""
 
-    def tell_again(self, step: int, copies: bool) -> list[Kept]:
-        return [Kept(step, 0, (), host_id(), Address(1, 2, 3, 4), None, int(copies))]
+    def __init__(self) -> None:
+        self.copied: list[bool] = []
+
+    def tell_again(self, step: int, in_own_memory: bool) -> list[Kept]:
+        self.copied.append(in_own_memory)
+        return [Kept(step, 0, (), host_id(), Address(1, 2, 3, 4))]
 
     def replicas_of(self, step: int) -> list[int]:
         return [0]
@@ -167,21 +171,18 @@ class Told:
 
 def test_members_are_told_again_what_others_may_have_lost(alone: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """If nobody was lost, new members are told where the gradients are, and nothing is copied."""
-    copied, told, square = list[bool](), list[tuple[int, Any]](), Square(0, 3, 0, 1.0)
-    kept: Any = Told()
+    kept, told, square = Told(), list[tuple[int, Any]](), Square(0, 3, 0, 1.0)
     monkeypatch.setattr(alone, "_kept", kept)
-    monkeypatch.setattr(
-        kept, "tell_again", lambda step, copies: (copied.append(copies), Told().tell_again(3, copies))[1]
-    )
     monkeypatch.setattr(alone._connections, "send", lambda process, message: told.append((process, message)))
     monkeypatch.setattr(alone._connections, "host_of", dict.fromkeys(range(5), host_id()))
-    alone._members, alone._squares = {0, 1}, {(3, 0): square}
-    for number, members, joined in ((1, (0, 1, 2), (2,)), (2, (0, 2, 3), (3,))):
+    alone._squares = {(3, 0): square}  # the first members were 0, 1 and 2
+    for number, members, joined in ((1, (0, 1), ()), (2, (0, 1, 3), (3,)), (3, (0, 3, 4), (4,))):
         told.clear()
         alone._agreement.membership = Membership(number, 4, tuple((each, 0) for each in members), ((0,),), joined)
         alone._after_agreement()
-        assert copied.pop() is (number == 2)
-        assert {process for process, message in told if isinstance(message, Kept)} == {*members[1:]} & {2, 3}
+        assert kept.copied.pop() is (number != 2)
+        others = {*(joined if number == 2 else members)} - {0}
+        assert {process for process, message in told if isinstance(message, Kept)} == others
         assert {process for process, message in told if message == square} >= {*members[1:]}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from torch import nn
 
 from fullshard import fully_shard
 from fullshard.elastic import Elastic, LocalRounds
-from fullshard.elastic.job import RepeatStep
 from tests.elastic.jobs import Job, Result, run
 from tests.elastic.program import Model
 
@@ -166,15 +166,27 @@ def test_what_cannot_be_right_is_refused(alone: Elastic) -> None:
     refuses("the inner optimizer is", optimizer=outer)
 
 
-def test_a_process_that_waits_for_a_quorum_serves_new_processes_between_rounds(alone: Elastic) -> None:
-    """Not in the wait, in which it says nothing to others."""
+def test_a_process_that_waits_for_a_quorum_serves_new_processes_without_the_lock(
+    alone: Elastic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With it, it would say nothing to others for as long as it packs its state."""
     model = fully_shard(nn.Linear(4, 4))
     inner, outer = (torch.optim.SGD(model.parameters(), 1.0) for _ in range(2))
     alone.begin(model, outer, local=LocalRounds(inner, every=1))
-    alone._wait_in_round(0)
+
+    def serve() -> None:
+        with ThreadPoolExecutor(1) as other:
+            is_free = other.submit(alone._changed.acquire, timeout=5).result()
+            other.submit(alone._changed.release).result()
+        raise StopIteration(is_free)
+
+    monkeypatch.setattr(alone, "_serve_newcomers", serve)
+    alone.follow_membership(0)
     alone._fetching.add(5)
-    with pytest.raises(RepeatStep):
-        alone._wait_in_round(0)
+    alone._ordered.add((0, (0,)))  # this process has run its micro-batches
+    with pytest.raises(StopIteration) as said:
+        alone.next_order(0)
+    assert said.value.value is True
 
 
 def test_a_round_whose_choice_is_void_is_repeated(alone: Elastic) -> None:

@@ -253,17 +253,19 @@ def test_a_new_process_becomes_no_member_before_every_member_can_tell_it_so(tmp_
     job = Restoring(1, 0, tmp_path)
     job.shards, job._agreement = 2, Agreement(0, 2, 2, Membership(0, 3, ((0, 0), (1, 1)), ((0, 1),)))
     asks = partial(Candidate, 0, 0, True)
-    job._receive(5, asks(frozenset({0})))
+    job._receive(5, asks(frozenset({0}), 3))
     assert not job._agreement.candidates
-    job._receive(5, asks(frozenset({0, 1})))
+    job._receive(5, asks(frozenset({0, 1}), 3))
     assert job._agreement.candidates == {5: 0}
-    job._receive(6, asks(frozenset({0})))
+    job._receive(6, asks(frozenset({0}), 3))
     assert job._agreement.candidates == {5: 0}
     job._agreement.lost.add(1)
-    job._receive(6, asks(frozenset({0})))
+    job._receive(6, asks(frozenset({0}), 3))
     assert job._agreement.candidates == {5: 0}, "both will be members"
-    job._receive(6, asks(frozenset({0, 5})))
+    job._receive(6, asks(frozenset({0, 5}), 3))
     assert job._agreement.candidates == {5: 0, 6: 0}
+    job._receive(7, asks(frozenset({0, 5, 6}), 1))
+    assert job._agreement.candidates == {5: 0, 6: 0}, "it is two steps behind"
     job._connections.close()
 
 
@@ -272,7 +274,7 @@ def test_a_new_process_that_asks_does_not_hang(tmp_path: Path, launched: None) -
     job = Restoring(1, 0, tmp_path)
     job._agreement = Agreement(0, 1, 2, Membership(0, 3, ((0, 0), (1, 0)), ((0,), (1,))))
     job._suspect(5, HANGS)
-    job._receive(5, Candidate(0, 0, True, frozenset({0, 1})))
+    job._receive(5, Candidate(0, 0, True, frozenset({0, 1}), 3))
     assert not job._agreement.suspected | job._agreement.hanging
     job._connections.close()
 
@@ -288,7 +290,8 @@ def test_a_state_that_comes_late_is_not_loaded(tmp_path: Path, launched: None, m
         assert (job._states, job._agreement.lacks_state) == ([], False)
     assert loaded == [3, 3, 2]
     job._agreement.membership = Membership(3, 2, ((1, 0),), ((1,),))
-    job._states.append(ShardState(9, b"", 3))  # type: ignore[arg-type]
-    job._fetch()
-    assert loaded == [3, 3, 2], "it is a member"
+    for step in (2, 4):
+        job._states.append(ShardState(step, b"", 2))  # type: ignore[arg-type]
+        job._fetch()
+    assert loaded == [3, 3, 2, 4], "a member needs what it did not get from the process that it followed"
     job._connections.close()

@@ -202,6 +202,10 @@ class Agreement:
         return next(iter(self.members), -1) == self.me
 
     @property
+    def _is_done(self) -> bool:
+        return self.is_done and not self.goes_back
+
+    @property
     def is_frozen(self) -> bool:
         return self.state is Stage.FROZEN
 
@@ -307,7 +311,7 @@ class Agreement:
 
     def _promise(self, sender: int, message: Prepare, accepted: tuple[Ballot, Membership] | None) -> None:
         step = -2 if self.lacks_state and self.state is Stage.OUT else self.step  # two steps behind, at least
-        state = step, self._is_complete, self._read, frozenset(self.copies), self.is_done
+        state = step, self._is_complete, self._read, frozenset(self.copies), self._is_done
         self._answer(sender, Promise(message.number, message.ballot, accepted, *state))
 
     def _note_promise(self, sender: int, message: Promise) -> None:
@@ -349,7 +353,7 @@ class Agreement:
             if behind == 0 or (behind == 1 and is_sent):
                 joined[process] = shard
         number, back, holders = self.membership.number + 1, self.membership.back, tuple[tuple[int, int], ...]()
-        is_done = self.is_done or any(each.is_done for each in old.values())
+        is_done = self._is_done or any(each.is_done for each in old.values())
         if missing_shards(members | joined, self._shards) and not is_done:
             copies, lost = {each: old[each].copies for each in old}, missing_shards(members, self._shards)
             if (found := find_way_back(step, members, lost, copies)) is not None:

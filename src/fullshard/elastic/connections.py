@@ -28,12 +28,14 @@ from functools import partial
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any, NamedTuple
 
+from fullshard.elastic.packed import new_memory
 from fullshard.platforms import host_id
 
 Address = tuple[str, int]
 
 SILENT, HANGS = "is silent: it is stopped, or the network is cut", "hangs: it computes, and others wait for it"
 _END, _GOODBYE = object(), None
+_PART = 1 << 22  # bytes of memory that are sent at a time
 _BEAT = 1.0  # seconds between two messages that say that a process is alive
 _CONNECTS = 30.0  # seconds in which a new process connects
 _REFUSES = 3.0  # seconds in which the host of a process that has ended refuses another connection
@@ -53,7 +55,8 @@ class Beat(NamedTuple):
 class Connections:
     """The connections of the process ``me`` to the other processes.
 
-    These functions are called in threads of their own: ``on_message`` with the number of a process and what it sent;
+    These functions are called in threads of their own: ``on_message`` with the number of a process and what it sent, or
+    the error of this process that kept it from reading that;
     ``on_end`` with the number of a process that has ended, whether its last message was read, and whether it surely
     never suspected this process; ``on_silence`` with the number of a process, and :data:`SILENT` if it has sent nothing
     for ``silence`` seconds, :data:`HANGS` if it hangs, or "" if neither is true any more. A process hangs if it
@@ -213,6 +216,9 @@ class Connections:
             except (EOFError, OSError) as error:
                 is_read = not getattr(error, "errno", None)  # else the connection was reset, or nobody answered
                 break
+            except Exception as error:  # such as one of memory: the rest of what comes cannot be read either
+                self._on_message(process, error)
+                return
             if message is _GOODBYE:
                 said_goodbye = True
             elif isinstance(message, Beat):
@@ -305,23 +311,19 @@ def _send(connection: Connection, message: Any) -> None:
     views = [buffer.raw() for buffer in buffers]
     connection.send((pickled.getvalue(), [view.nbytes for view in views]))
     for view in views:
-        with _socket_of(connection) as found:
-            found.sendall(view)
+        for start in range(0, view.nbytes, _PART):
+            connection.send_bytes(view[start : start + _PART])
 
 
 def _receive(connection: Connection, on_part: Callable[[], None]) -> Any:
     """Receives what :func:`_send` sends. Calls ``on_part`` for each part of it that comes."""
     pickled, sizes = connection.recv()
     on_part()
-    buffers = [bytearray(size) for size in sizes]
+    buffers = [new_memory(size) for size in sizes]
     for buffer in buffers:
-        left = memoryview(buffer)
-        with _socket_of(connection) as found:
-            while left:
-                if not (received := found.recv_into(left)):
-                    raise EOFError
-                left = left[received:]
-                on_part()
+        for start in range(0, buffer.nbytes, _PART):
+            connection.recv_bytes_into(buffer, start)
+            on_part()
     return pickle.loads(pickled, buffers=buffers)
 
 

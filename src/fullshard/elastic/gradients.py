@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fullshard.buffer.shared_memory import Address, Segment
-from fullshard.elastic.packed import Packed, pack, places_of, unpack
+from fullshard.elastic.packed import Packed, copy_of, pack, places_of, unpack
 from fullshard.elastic.rows import Row
 from fullshard.group.parameter import local_tensor
 from fullshard.platforms import host_id
@@ -68,7 +68,7 @@ class KeptGradients:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Restores what was before the step, as each logical replica begins it: buffers, and no gradients."""
+        """Restores the buffers from before the step, and drops the gradients, as each logical replica begins."""
         for buffer, before in zip(self._buffers, self._before, strict=True):
             buffer.copy_(before)
         for param in self._params:
@@ -92,13 +92,12 @@ class KeptGradients:
         """Takes back what was kept, before others were told."""
         del self._of[step, replica]
 
-    def tell_again(self, step: int, copies: bool) -> list[Kept]:
-        """What is here of a step; with ``copies`` in memory of this process: others may have lost the process that had
-        it."""
+    def tell_again(self, step: int, in_own_memory: bool) -> list[Kept]:
+        """What is here of a step; ``in_own_memory`` if a process was lost, because others may not reach that one's."""
         told = []
         for replica in self.replicas_of(step):
             memory, present = self._of[step, replica]
-            own = self._own_memory(step, replica) if copies else memory
+            own = self._own_memory(step, replica) if in_own_memory else memory
             if memory is not own:
                 _bytes_of(own)[:] = _bytes_of(memory)
             told.append(self._note(step, replica, own, present))
@@ -181,7 +180,7 @@ class KeptGradients:
 
     def with_data(self, kept: Kept) -> Kept:
         """The message with the gradients themselves, for a process on another host."""
-        return kept._replace(data=memoryview(bytearray(_bytes_of(self._of[kept.step, kept.replica][0]))))
+        return kept._replace(data=copy_of(_bytes_of(self._of[kept.step, kept.replica][0])))
 
     def _laid_out(self, segment: Segment) -> _GradientMemory:
         return _GradientMemory(

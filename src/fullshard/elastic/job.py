@@ -97,7 +97,7 @@ class Job(Entering):
         self._ordered: set[tuple[int, Replica]] = set()  # steps and replicas that this row was told to run
         self._leaving: dict[int, bool] = {}  # whether a process that leaves has made all steps
         self._early: list[Kept] = []
-        self._members: set[int] = set()  # of the membership that this process has acted on
+        self._members_before: set[int] = set()  # the members under the last membership that this process has acted on
         self._error: Exception | None = None  # of news on which this process could not act
         self._source = -1  # of the state of this process, until it is a member
         self._states: list[ShardState] = []
@@ -186,7 +186,9 @@ class Job(Entering):
         if self.is_joining and self.step not in self._followed:
             reached = frozenset(self._connections.addresses)
             for process in reached:
-                self._connections.send(process, Candidate(self.shard, self._back, not self._has_copy, reached))
+                self._connections.send(
+                    process, Candidate(self.shard, self._back, not self._has_copy, reached, self.step)
+                )
 
     def _find_holder(self) -> None:
         """Overridden: a membership may mean another holder of the copies of this process."""
@@ -202,6 +204,8 @@ class Job(Entering):
     def _receive(self, sender: int, message: Any) -> None:
         """Reads a message of another process."""
         back = self._agreement.membership.back
+        if isinstance(message, Exception):
+            raise message
         if isinstance(message, KINDS):
             self._agreement.receive(sender, message)
             self._after_agreement()
@@ -240,7 +244,8 @@ class Job(Entering):
             self._last_number, followers = max(self._last_number, sender), self._agreement.followers
             others = self._agreement.members.keys() | self._agreement.candidates.keys()
             hears_all = message.reached >= others - self._agreement.lost - {sender}
-            if sender not in self._agreement.members and message.back >= back and hears_all:
+            is_near = message.step + 1 >= self._agreement.step and message.back >= back
+            if sender not in self._agreement.members and is_near and hears_all:
                 self._coming[sender] = message.shard
                 self._agreement.candidates[sender] = message.shard
                 (followers.add if message.follows else followers.discard)(sender)
@@ -321,18 +326,18 @@ class Job(Entering):
                     f"start a new process with the same command"
                 )
         self._serve_copies()
-        members, self._members = self._members, {*membership.shard_of}
+        before, self._members_before = self._members_before, {*membership.shard_of}
         if self._kept is not None and self.rank in membership.shard_of and not self._agreement.goes_back:
-            self._begin_membership(is_larger=members <= self._members)
+            self._begin_membership(lost_nobody=bool(before) and before <= membership.shard_of.keys())
 
-    def _begin_membership(self, is_larger: bool = False) -> None:
+    def _begin_membership(self, lost_nobody: bool = False) -> None:
         """Tells other members what this process has of the step that runs, and the sums of squares that it knows:
-        members that have ended may not have told all. If the membership ``is_larger``, new members are told only."""
+        members that have ended may not have told all. Tells only new members what it has if it ``lost_nobody``."""
         membership, step, kept = self._agreement.membership, self._agreement.step, self._kept
         assert kept is not None
         self._find_holder()
-        for told in kept.tell_again(step, copies=not is_larger):
-            self._tell(told, membership.joined if is_larger else membership.shard_of)
+        for told in kept.tell_again(step, in_own_memory=not lost_nobody):
+            self._tell(told, membership.joined if lost_nobody else membership.shard_of)
         for square in self._squares.values():
             for process in membership.shard_of:
                 self._connections.send(process, square)

@@ -131,7 +131,7 @@ class KeptChanges(KeptGradients):
         self.begin()
         return kept
 
-    def tell_again(self, step: int, copies: bool) -> list[Kept]:
+    def tell_again(self, step: int, in_own_memory: bool) -> list[Kept]:
         """The changes that this process has computed itself: no row that has ended takes part."""
         rows: list[Row] = [row for row in self.replicas_of(step) if self._rank in row]
         return [self._note(step, row, *self._of[step, row]) for row in rows]
@@ -182,7 +182,7 @@ class LocalJob(Restoring):
         return super()._taking_part(step) if self._local is None else self._agreement.chosen.get(step)
 
     def _note_done(self) -> None:
-        """Overridden: repeated rounds may have another result, so none are once a process has made all of them."""
+        """Overridden: no round is repeated once a process has made all, because its result may change."""
         super()._note_done()
         self._agreement.is_done |= self._local is not None and self.step >= self._target
 
@@ -272,8 +272,6 @@ class LocalJob(Restoring):
         """What a process does while it waits for the end of a round: new processes may be needed to end it."""
         if self._local is None or self._counts(step):
             return
-        if self._fetching:  # they are sent the state from before the round
-            raise RepeatStep
         rows, now = len(self._agreement.membership.rows), time.monotonic()
         if rows >= self._local.quorum:
             self._say_at = 0.0

@@ -109,3 +109,4 @@ class Candidate(NamedTuple):
     back: int  # as in the membership of the process that has sent its state
     follows: bool  # that process, which sends it the gradients of each step
     reached: frozenset[int]  # processes with which it is connected
+    step: int  # that it makes next

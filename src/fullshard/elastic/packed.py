@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -24,11 +25,23 @@ def places_of(tensors: Sequence[torch.Tensor]) -> tuple[int, tuple[tuple[int, to
     return nbytes, tuple((start, each.shape, each.dtype) for start, each in zip(starts, tensors, strict=True))
 
 
+def new_memory(nbytes: int) -> memoryview:
+    """Memory of zeros. Unlike that of a ``bytearray``, it is not written under the lock of Python."""
+    return memoryview(mmap.mmap(-1, max(1, nbytes), access=mmap.ACCESS_COPY))[:nbytes]
+
+
+def copy_of(memory: memoryview) -> memoryview:
+    copied = new_memory(memory.nbytes)
+    if memory.nbytes:
+        torch.frombuffer(copied, dtype=torch.uint8).copy_(torch.frombuffer(memory, dtype=torch.uint8))
+    return copied
+
+
 @torch.no_grad()
 def pack(tensors: Sequence[torch.Tensor]) -> Packed:
     """Copies tensors, of any strides and devices."""
     nbytes, places = places_of(tensors)
-    packed = Packed(memoryview(bytearray(max(1, nbytes))), places)
+    packed = Packed(new_memory(nbytes), places)
     for view, tensor in zip(unpack(packed), tensors, strict=True):
         view.copy_(tensor)
     return packed
@@ -36,7 +49,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> Packed:
 
 def unpack(packed: Packed) -> list[torch.Tensor]:
     """The tensors, in that memory, on the CPU."""
-    memory = torch.frombuffer(packed.memory, dtype=torch.uint8)
+    memory = torch.frombuffer(packed.memory, dtype=torch.uint8) if packed.memory.nbytes else torch.empty(0).byte()
     return [
         memory[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
         for start, shape, dtype in packed.places

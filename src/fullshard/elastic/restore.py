@@ -92,8 +92,6 @@ class Restoring(Regrouping):
         if not self._row:
             raise ElasticError(f"a process has ended before process {self.rank} could load a checkpoint: start again")
         load()
-        assert self._kept is not None
-        self._kept.note_start()
 
     def _fetch(self) -> None:
         """Gets the state of this process's shard from a member that has it, or a copy if there is none. Keeps its own
@@ -119,8 +117,9 @@ class Restoring(Regrouping):
                     return
             state = self._states.pop()
             self._states.clear()
-            if not self.is_joining or (state.back == self._back and state.step < self.step):
-                self._agreement.lacks_state = False  # it came late: this process has followed another one meanwhile
+            is_old = state.step < self.step if self.is_joining else state.step <= self.step
+            if is_old and state.back == self._back:  # this process has followed another one meanwhile
+                self._agreement.lacks_state = False
                 return
             self._followed = {step: each for step, each in self._followed.items() if each.back >= state.back}
             self._squares = {key: each for key, each in self._squares.items() if each.number >= state.back}

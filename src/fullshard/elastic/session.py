@@ -118,6 +118,7 @@ class Elastic(LocalJob):
             raise RuntimeError("a process group exists already: make Elastic in place of calling init_process_group()")
         super().__init__(replicas, seed, directory, processes)
         init_fake_group(self.shards, self.shard)
+        self._last_step: ElasticStep | None = None
         self._until_begin = ExitStack()
         self._until_begin.enter_context(simulated_transport(lambda _: CollectiveTransport()))
         self._until_close = ExitStack()
@@ -196,7 +197,8 @@ class Elastic(LocalJob):
         and so are several steps if the job goes back to copies. Use each as a context.
 
         Args:
-            number: of steps, from the beginning of the job.
+            number: of steps, from the beginning of the job. In rounds, a lost shard ends the job once a process has
+                made so many.
 
         Raises:
             RuntimeError: before :meth:`begin`, or if a step was not used as a context.
@@ -209,7 +211,6 @@ class Elastic(LocalJob):
         with self._changed:
             self._target = number
             self._note_done()
-        has_ended = True  # the step before
         while not (self.has_left or self._has_made(number)):
             if self._is_spare():
                 self._change_shard()
@@ -217,19 +218,18 @@ class Elastic(LocalJob):
             if self._agreement.goes_back:
                 self._leave_row()
                 self._go_back()
-            if has_ended:
+            if self._last_step is None or self.step > self._last_step.number:
                 self._kept.note_start()
-            else:
+            else:  # it is repeated
                 self._kept.begin()
             self._copy()
             self._serve_newcomers()
             if self._must_fetch():
                 self._fetch()
-            step = ElasticStep(self, self.step)
+            step = self._last_step = ElasticStep(self, self.step)
             yield step
             if not step.was_left:
                 raise RuntimeError(f"step {self.step} was not used as a context: write `with step:` around its body")
-            has_ended = self.step > step.number
         self._is_done = self.step >= number
 
     def _has_made(self, number: int) -> bool:
@@ -276,7 +276,10 @@ class Elastic(LocalJob):
             is_over = bool(found) or self._has_ended(step)
             if self._must_fetch() or (not is_over and self._is_spare()):
                 raise RepeatStep
-            return is_over
+            return is_over or must_serve()
+
+        def must_serve() -> bool:  # in a round, which new processes may be needed to end
+            return self._local is not None and bool(self._fetching) and not (found or self._counts(step))
 
         while not self._has_ended(step):  # else others may wait for this process before they form a row with it
             self.follow_membership(step)
@@ -284,6 +287,10 @@ class Elastic(LocalJob):
                 self.wait_for(is_known, f"the gradients of step {step}")
                 if found:
                     return found[0]
+            if must_serve():
+                assert self._kept is not None
+                self._kept.begin()  # the state from before the round
+                self._serve_newcomers()
         return None
 
     def _give_order(self, step: int) -> None:
@@ -383,7 +390,7 @@ class Elastic(LocalJob):
             self.step = step + 1
             self._note_done()
             self._drop_followers()
-            self._followed.pop(step, None)
+            self._followed = {of: each for of, each in self._followed.items() if of > step}
             if self.is_joining:
                 self._agreement.follow(self.step)
                 self._ask_to_be_member()

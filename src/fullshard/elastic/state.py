@@ -42,7 +42,7 @@ def pack_state(model: nn.Module, optimizer: Optimizer, more: Mapping[str, Any]) 
         if not _is_plain(tensor):
             return tensor
         devices.append(tensor.device.type)
-        tensors.append(torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
+        tensors.append(torch.empty(0) if tensor.is_meta else tensor)
         return torch.empty_like(tensor, device="meta")
 
     torch.save(map_tensors(leave_out, state), others)
@@ -50,16 +50,22 @@ def pack_state(model: nn.Module, optimizer: Optimizer, more: Mapping[str, Any]) 
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    is_dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
-    return is_dense and not tensor.requires_grad and not tensor.is_conj() and not tensor.is_neg()
+    is_dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    return is_dense and not (tensor.is_quantized or tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
 
 
 @torch.no_grad()
 def load_state(data: PackedState, model: nn.Module, optimizer: Optimizer, more: Mapping[str, Any]) -> None:
     """Loads what :func:`pack_state` has packed, in place."""
-    copied = iter(each.to(device, copy=True) for each, device in zip(unpack(data.tensors), data.devices, strict=True))
-    others = torch.load(io.BytesIO(data.others), weights_only=True)
-    packed = map_tensors(lambda tensor: next(copied) if _is_plain(tensor) else tensor, others)
+    left_out = zip(unpack(data.tensors), data.devices, strict=True)
+
+    def put_back(tensor: torch.Tensor) -> torch.Tensor:
+        if not (_is_plain(tensor) and tensor.is_meta):
+            return tensor
+        value, device = next(left_out)
+        return tensor if device == "meta" else value.to(device, copy=True)
+
+    packed = map_tensors(put_back, torch.load(io.BytesIO(data.others), weights_only=True))
     for param, values in zip(model.parameters(), packed["parameters"], strict=True):
         local_tensor(param).copy_(values)
     for buffer, values in zip(model.buffers(), packed["buffers"], strict=True):
