@@ -137,7 +137,7 @@ def joining(options: argparse.Namespace) -> tuple[float, float]:
     The new process has a core for itself, if there are several: what it computes is not to slow down the others.
     """
     *cores, last = sorted(os.sched_getaffinity(0))
-    options = argparse.Namespace(**{**vars(options), "steps": options.steps * 3})
+    options = argparse.Namespace(**{**vars(options), "steps": options.steps * 2})
     with tempfile.TemporaryDirectory() as directory:
         os.sched_setaffinity(0, cores or {last})
         processes = started(options, "elastic", directory)

@@ -488,11 +488,12 @@ def _elastic(found: Any) -> Iterator[str]:
     yield (
         "Two replicas of two shards, four processes. *Steady*: a step, over one on a mesh of two replicas. "
         "*Recovery*: from a kill to the next step that another process ends, beyond a usual step. *Joining*: a step "
-        f"while a new process, on its own core, loads {found['joining MiB']:.0f} MiB and begins, over a usual one.\n"
+        f"while a new process, on its own core, loads {found['joining MiB']:.0f} MiB and becomes a member, over a "
+        "usual one.\n"
     )
     median, most = middle(kills), max(kills)
     row = [_ratio(spread(found["steady"])), f"{median:.2f} s; most of {len(kills)} kills {most:.2f} s"]
-    yield table([[*row, f"{found['joining']:.2f}"]], ["steady", "recovery", "joining"])
+    yield table([[*row, _ratio(spread(found["joining"]))]], ["steady", "recovery", "joining"])
 
 
 def table(rows: list[list[Any]], headers: list[str]) -> str:

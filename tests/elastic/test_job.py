@@ -175,7 +175,8 @@ def test_members_are_told_again_what_others_may_have_lost(alone: Job, monkeypatc
     monkeypatch.setattr(alone, "_kept", kept)
     monkeypatch.setattr(alone._connections, "send", lambda process, message: told.append((process, message)))
     monkeypatch.setattr(alone._connections, "host_of", dict.fromkeys(range(5), host_id()))
-    alone._squares = {(3, 0): square}  # the first members were 0, 1 and 2
+    assert alone._members_before == {0}
+    alone._members_before, alone._squares = {0, 1, 2}, {(3, 0): square}
     for number, members, joined in ((1, (0, 1), ()), (2, (0, 1, 3), (3,)), (3, (0, 3, 4), (4,))):
         told.clear()
         alone._agreement.membership = Membership(number, 4, tuple((each, 0) for each in members), ((0,),), joined)

@@ -45,6 +45,7 @@ class Entering:
 
     _coming: dict[int, int]  # new processes, and their shards
     _error: Exception | None
+    _members_before: set[int]
 
     def __init__(self, replicas: int, seed: int, directory: str | Path | None) -> None:
         self.replicas, self.seed = replicas, seed
@@ -108,7 +109,7 @@ class Entering:
         self.shard, self._last_number = rank % self.shards, size - 1
         shard_of = {process: process % self.shards for process in range(size)}
         first = Membership(0, 0, tuple(shard_of.items()), arrange((), shard_of, self.shards, replicas))
-        self._agreement = Agreement(rank, self.shards, replicas, first)
+        self._agreement, self._members_before = Agreement(rank, self.shards, replicas, first), {*shard_of}
 
     def _found(self, addresses: Sequence[Any]) -> None:
         """Connects with the first processes, by their ranks."""
