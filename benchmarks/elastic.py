@@ -159,9 +159,10 @@ def joining(options: argparse.Namespace) -> tuple[float, float]:
     if not news[1:]:
         return math.nan, nbytes / 2**20
     first = news[1]["end"]
-    steps = [(begin, end) for begin, end in pairwise(ends[3:]) if asked - 10 < begin and end < first + 10]
-    during = [end - begin for begin, end in steps if asked < end and begin < first]
-    usual = [end - begin for begin, end in steps if not (asked < end and begin < first)]
+    during, usual = list[float](), list[float]()
+    for begin, end in pairwise(ends[3:]):
+        if asked - 10 < begin and end < first + 10:
+            (during if asked < end and begin < first else usual).append(end - begin)
     return statistics.mean(during) / statistics.mean(usual), nbytes / 2**20
 
 

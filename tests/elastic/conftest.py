@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -22,3 +23,16 @@ def alone(launched: None) -> Iterator[Elastic]:
     elastic = Elastic(replicas=1)
     yield elastic
     elastic.close()
+
+
+@pytest.fixture
+def lock_is_free(alone: Elastic) -> Callable[[], bool]:
+    """Whether the threads beside training can take the lock of the job."""
+
+    def is_free() -> bool:
+        with ThreadPoolExecutor(1) as other:
+            is_taken = other.submit(alone._changed.acquire, timeout=5).result()
+            other.submit(alone._changed.release).result()
+        return is_taken
+
+    return is_free

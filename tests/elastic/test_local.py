@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -167,7 +166,7 @@ def test_what_cannot_be_right_is_refused(alone: Elastic) -> None:
 
 
 def test_a_process_that_waits_for_a_quorum_serves_new_processes_without_the_lock(
-    alone: Elastic, monkeypatch: pytest.MonkeyPatch
+    alone: Elastic, lock_is_free: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With it, it would say nothing to others for as long as it packs its state."""
     model = fully_shard(nn.Linear(4, 4))
@@ -175,10 +174,7 @@ def test_a_process_that_waits_for_a_quorum_serves_new_processes_without_the_lock
     alone.begin(model, outer, local=LocalRounds(inner, every=1))
 
     def serve() -> None:
-        with ThreadPoolExecutor(1) as other:
-            is_free = other.submit(alone._changed.acquire, timeout=5).result()
-            other.submit(alone._changed.release).result()
-        raise StopIteration(is_free)
+        raise StopIteration(lock_is_free())
 
     monkeypatch.setattr(alone, "_serve_newcomers", serve)
     alone.follow_membership(0)

@@ -7,7 +7,7 @@ import json
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -190,15 +190,15 @@ def test_gradients_of_an_aborted_process_group_are_not_kept(alone: Elastic) -> N
         assert alone._kept.has_all(0, [0]) is not is_aborted
 
 
-def test_a_wait_for_the_device_keeps_no_news_out(alone: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_the_device_keeps_no_news_out(
+    alone: Elastic, lock_is_free: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Perhaps only the end of a lost process can end it."""
     model, free = fully_shard(nn.Linear(4, 4)), list[bool]()
 
     class Streams:
         def synchronize(self, _: object) -> None:
-            with ThreadPoolExecutor(1) as other:
-                free.append(other.submit(alone._changed.acquire, timeout=5).result())
-                other.submit(alone._changed.release).result()
+            free.append(lock_is_free())
 
     monkeypatch.setattr("fullshard.elastic.session.streams_of", lambda _: Streams())
     alone.begin(model, torch.optim.SGD(model.parameters(), 0.1))

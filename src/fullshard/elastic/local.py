@@ -237,7 +237,7 @@ class LocalJob(Restoring):
             self._orders.remove(order)
             self._ordered.add((step, self._key_of(order)))
         if order is None or order.replica < 0:
-            self._wait_in_round(step)
+            self._warn_without_quorum(step)
             return None
         return order
 
@@ -268,8 +268,8 @@ class LocalJob(Restoring):
         with self._changed:
             self._more.clear()
 
-    def _wait_in_round(self, step: int) -> None:
-        """What a process does while it waits for the end of a round: new processes may be needed to end it."""
+    def _warn_without_quorum(self, step: int) -> None:
+        """Logs now and then that a round waits for new processes."""
         if self._local is None or self._counts(step):
             return
         rows, now = len(self._agreement.membership.rows), time.monotonic()

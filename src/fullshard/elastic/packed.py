@@ -31,6 +31,7 @@ def new_memory(nbytes: int) -> memoryview:
 
 
 def copy_of(memory: memoryview) -> memoryview:
+    """A copy in new memory, made without the lock of Python."""
     copied = new_memory(memory.nbytes)
     if memory.nbytes:
         torch.frombuffer(copied, dtype=torch.uint8).copy_(torch.frombuffer(memory, dtype=torch.uint8))

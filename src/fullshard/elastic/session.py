@@ -118,7 +118,7 @@ class Elastic(LocalJob):
             raise RuntimeError("a process group exists already: make Elastic in place of calling init_process_group()")
         super().__init__(replicas, seed, directory, processes)
         init_fake_group(self.shards, self.shard)
-        self._last_step: ElasticStep | None = None
+        self._last_step = -1  # that began: it is repeated if it has not ended
         self._until_begin = ExitStack()
         self._until_begin.enter_context(simulated_transport(lambda _: CollectiveTransport()))
         self._until_close = ExitStack()
@@ -218,15 +218,15 @@ class Elastic(LocalJob):
             if self._agreement.goes_back:
                 self._leave_row()
                 self._go_back()
-            if self._last_step is None or self.step > self._last_step.number:
+            if self.step > self._last_step:
                 self._kept.note_start()
-            else:  # it is repeated
+            else:
                 self._kept.begin()
             self._copy()
             self._serve_newcomers()
             if self._must_fetch():
                 self._fetch()
-            step = self._last_step = ElasticStep(self, self.step)
+            self._last_step, step = self.step, ElasticStep(self, self.step)
             yield step
             if not step.was_left:
                 raise RuntimeError(f"step {self.step} was not used as a context: write `with step:` around its body")
