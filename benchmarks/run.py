@@ -73,7 +73,7 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
     small: list[int | str]
     simulated, small = ([2], [4, TRANSFORMER]) if quick else ([2, 8, 64], [4, 8, 32, TRANSFORMER, LARGE_TRANSFORMER])
     elastic = elastic_options().parse_args(
-        ["--rounds=1", "--kills=1", "--joins=1", "--blocks=2", "--width=64", "--steps=60"]
+        ["--rounds=1", "--kills=1", "--joins=1", "--blocks=2", "--width=64", "--steps=240"]
         if quick
         else [f"--rounds={rounds}", "--kills=20"]
     )
